@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Looks for cliffs: draws legal calls, times each beside its plain neighbour, and lists those that take longer for a unit
-of work.
+"""Looks for cliffs: draws legal calls, times each beside its plain neighbour, and lists those that take longer for the
+same work.
 
     bench/cliffs.py --calls 2000 --json cliffs.json      # of the softdelta that this Python imports
     bench/cliffs.py --device cuda --calls 500 --table    # the table of docs/performance.md
@@ -23,11 +23,11 @@ from cliff_calls import build, draw
 
 BEYOND, FAR = 2.0, 3.0
 
-SCORES = "plain tiles know position alone; what else hides or adds is made for every score"
-FILLED = "vectors and tiles are filled up"
+SCORES = "tiles know position alone; other masks, biases and caps cost work for each score"
+FILLED = "vectors and tiles are padded"
 CONVERTED = "each number is converted"
-STATES = "a sequence reads and writes its states, however short it is"
-THREADS = "kernels of single threads, no tiles, take it"
+STATES = "each sequence reads and writes its states, however short it is"
+THREADS = "kernels of single threads compute it, without tiles"
 # operation, step or None, what is peculiar, reason
 REASONS = {
     "cpu": [
@@ -41,19 +41,20 @@ REASONS = {
         ("convolution", None, "channels first", "tokens are transposed on their way in and out"),
         ("convolution", None, "packed", "each sequence loads its own history"),
         ("convolution", None, "sizes", FILLED),
-        ("attention", "backward", "packed", "a bias and its gradient have the longest sequence's size for each"),
-        ("attention", "backward", "lengths", "gradients of keys that no row sees are written, too"),
+        ("attention", "backward", "packed", "a bias and its gradient have the longest sequence's size"),
+        ("attention", "backward", "lengths", "gradients of hidden keys are written, too"),
         ("delta", None, "rising gates", "gates that rise by more than 1 in a chunk go token by token"),
         *(("delta", None, name, STATES) for name in ("packed", "few tokens", "initial state", "final state")),
         ("delta", None, "sizes", FILLED),
         ("delta", None, "raw gate", "an exponential, a logarithm and a division for each gate"),
     ],
     "cuda": [
-        *(("attention", None, name, "rows whose scores are all least are computed again, and their call with them")
+        *(("attention", None, name, "rows without keys are computed again, and their call with them")
           for name in ("padded keys", "rows without keys")),
-        ("attention", None, "bias", "a bias that heads or batch rows share: " + THREADS),
+        ("attention", None, "bias", "shared by heads or batch rows: " + THREADS),
         ("attention", None, "mask", SCORES),
         ("attention", None, "alibi", SCORES),
+        ("delta", None, "rising gates", "chunks whose gates rise go token by token in f64"),
         ("delta", None, "one large row", "chunks with a number that is not finite go token by token in f64"),
         *((operation, None, name, THREADS) for operation in ("attention", "delta") for name in
           ("one type", "sizes", "layout")),
@@ -94,7 +95,7 @@ def seconds(run, device):
 
 
 def measure(call, plain, device, rounds):
-    """How many times longer a unit of work takes than the neighbour's: the best of each by turns, for what disturbs a
+    """How many times longer the same work takes than the neighbour's: the best of each, alternating, for what disturbs a
     machine only adds."""
     call.run(), plain.run()
     ours, theirs = float("inf"), float("inf")
@@ -191,18 +192,26 @@ def report(found, calls, arguments):
 
 
 def print_table(found, device):
-    """Classes of one operation and reason as one row: what is peculiar, how often, the most."""
-    rows = collections.defaultdict(list)
+    """Classes of one reason as one row: what is peculiar, how often, the most. Those that are never FAR beyond are one
+    row."""
+    rows, near = collections.defaultdict(list), []
     for ratio, plan, _ in found:
         operation, step, _, _, _ = class_of(plan)
         reason = reason_for(plan, device)
         names = ", ".join(sorted(plan.odd))
-        rows[operation, reason or names, reason].append((ratio, step, names))
+        rows[reason or (operation, names), reason].append((ratio, operation, step, names))
     print("| operation | what is peculiar | calls | most, × | reason |\n|---|---|---|---|---|")
-    for (operation, _, reason), members in sorted(rows.items(), key=lambda row: -max(m[0] for m in row[1])):
-        steps = ", ".join(sorted({m[1] for m in members}))
-        names = "; ".join(sorted({m[2] for m in members}))
-        print(f"| {operation}: {steps} | {names} | {len(members)} | {max(m[0] for m in members):.1f} | {reason or '–'} |")
+    for (_, reason), members in sorted(rows.items(), key=lambda row: -max(m[0] for m in row[1])):
+        most = max(m[0] for m in members)
+        if most <= FAR:
+            near += members
+            continue
+        operations = "; ".join(f"{operation} {', '.join(sorted({m[2] for m in members if m[1] == operation}))}"
+                               for operation in sorted({m[1] for m in members}))
+        names = "; ".join(sorted({m[3] for m in members}))
+        print(f"| {operations} | {names} | {len(members)} | {most:.1f} | {reason or '–'} |")
+    if near:
+        print(f"| all | everything else | {len(near)} | {max(m[0] for m in near):.1f} | |")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     bench/picture.py FILE...      # from --json of peers.py; of the same row the last one counts
 
-scripts/docs draws all rows of each machine, from the tables that report.py has written.
+scripts/docs draws each table that report.py has written, too.
 """
 import html
 import json
@@ -34,24 +34,24 @@ LEFT, WIDTH, RIGHT, LINE, TOP = 300, 380, 170, 24, 52
 
 
 def tables(text):
-    """Of each table of rows in a document: {(line of its heading, title): {name: row}}."""
+    """Of each column of ratios in a document: {(line of its heading, title): {name: row}}."""
     found, header = {}, []
     for number, line in enumerate(text.splitlines()):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("##"):
-            place, group = number, "attention" if line == "### Attention" else "delta"
-            machine = line[3:] if line.startswith("## ") else machine
+            place, heading, header = number, line.lstrip("# "), []
         elif cells[0] == "work":
             header = cells
-        elif header[3:5] == ["ms", "ratio"] and (ratio := re.match(r"[\d.]+(?= |$)", "".join(cells[4:5]))):
-            name = f"{group} {cells[0]}"
-            found.setdefault((place, f"Times faster than the peer, {machine}"), {})[name] = {
-                "name": name, "ratio": float(ratio[0]), "peer": cells[2]}
-        elif header[2:4] == ["1", "2"] and len(cells) == len(header) and cells[2][0].isdigit():
-            one, most = (float(cells[i].split()[0]) for i in (2, -1))
-            title = f"Times faster by {header[-1]} threads than by one, {machine.removeprefix('Threads: ')}"
-            peer = cells[1] if cells[1].startswith("ours") else f"{most:g} ms"
-            found.setdefault((place, title), {})[cells[0]] = {"name": cells[0], "ratio": one / most, "peer": peer}
+        elif header[1:3] == ["1", "2"] and cells[1:] and cells[1][0].isdigit():
+            one, most = float(cells[1]), float(cells[-1])
+            title = f"Times faster by {header[-1]} threads than by one, {heading.removeprefix('Threads: ').removesuffix(', ms')}"
+            found.setdefault((place, title), {})[cells[0]] = {"name": cells[0], "ratio": one / most, "peer": f"{most:g} ms"}
+        elif header[1:] and header[1].endswith(": ms"):
+            for column in range(1, len(cells) - 1):
+                if header[column].endswith(": ms") and (ratio := re.match(r"\**([\d.]+)", cells[column + 1])):
+                    title = f"{heading}, {header[column].removesuffix(': ms')}: times faster"
+                    found.setdefault((place, title), {})[cells[0]] = {
+                        "name": cells[0], "ratio": float(ratio[1]), "peer": cells[column] + " ms"}
     return found
 
 
@@ -78,7 +78,7 @@ def draw(rows, title, labels=ROWS):
                   f'<text x="{x(tick):.0f}" y="{bottom + 16}" text-anchor="middle" fill="#666">{tick}×</text>']
     for i, (label, row) in enumerate(chosen):
         y = TOP + LINE * i
-        colour = "#2b6cb0" if row["name"].startswith("delta") else "#2f855a"
+        colour = "#2b6cb0" if re.match("delta|GDN|KDA", row["name"]) else "#2f855a"
         begin, end = sorted((x(1), x(row["ratio"])))
         if row["ratio"] < 1:
             colour = "#c53030"

@@ -2,14 +2,21 @@
 """Writes the tables of docs/performance.md from what peers.py measured; the text around them stays.
 
     bench/report.py FILE...      # from --json of peers.py; of the same row on the same machine the last one counts
+
+A table has one kind of peer and columns for each machine. Of a machine the run with the most threads counts; the table over
+threads has the rows of picture.py from all of its runs.
 """
 import argparse
 import collections
 import json
 import os
+import re
+
+from picture import ROWS
 
 DOCUMENT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "performance.md")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+TABLES = (("torch SDPA", "Attention beside SDPA"), ("transformers", "Delta rules beside transformers"), ("ggml", "Beside ggml"))
 
 
 def read(files):
@@ -30,37 +37,67 @@ def number(value, digits=3):
 
 
 def against(value, floor):
-    if value is None and floor is None:
-        return ""
-    return ("–" if value is None else f"{value:.2f}") + (f" (≥ {floor:.2f})" if floor is not None else "")
+    """Bold, with the goal behind it, where it falls short."""
+    if value is None:
+        return "–" if floor else ""
+    return f"{value:.2f}" if floor is None or value >= floor else f"**{value:.2f}** ({floor:.2f})"
+
+
+def short(machine):
+    return re.sub(r"\((R|TM)\)| Processor| CPU", "", machine[0])
 
 
 def table(header, rows):
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)] + ["| " + " | ".join(r) + " |" for r in rows]
 
 
-def section(machine, rows):
-    cpu, isa, threads = machine
-    about = next(iter(rows.values()))["environment"]
-    limits = {name: limit for name, limit in about["limits"].items() if limit}
-    lines = [f"## {cpu}, {isa or 'no fast kernels'}, {threads} {'thread' if threads == 1 else 'threads'}", "",
-             f"softdelta {about['softdelta']} ({about['compiler']}), torch {about['torch']}, "
-             f"transformers {about['transformers']}, ggml {about['ggml']}, {about['system']}.", "",
-             "Limits: " + ", ".join(f"{name} {limit / 1e9:.0f} {'GFLOP/s' if name in ('f32', 'bf16') else 'GB/s'}"
-                                    for name, limit in limits.items()) + "."]
-    for group, title in (("attention", "Attention"), ("delta", "Delta rules")):
-        chosen = [row for name, row in rows.items() if name.startswith(group)]
-        if not chosen:
-            continue
-        lines += ["", f"### {title}", ""]
-        lines += table(["work", "ours, ms", "against", "ms", "ratio", "of limit", "holds"],
-                       [[row["name"].removeprefix(group + " "), number(row["ours_ms"]),
-                         row["peer"] + ", alone" * row.get("alone", False),
-                         number(row["peer_ms"]), against(row["ratio"], row["floor_ratio"]),
-                         against(row["ceiling_fraction"], row["floor_ceiling"]),
-                         {True: "yes", False: "**no**", None: "unknown"}[row["holds"]]] for row in chosen])
-        lines += [""] + [f"{row['name']}: {row['note']}." for row in chosen if row["note"].strip()]
-    return lines
+def about(machine, rows):
+    first = next(iter(rows.values()))["environment"]
+    limits = ", ".join(f"{name} {limit / 1e9:.0f} {'GFLOP/s' if name in ('f32', 'bf16') else 'GB/s'}"
+                       for name, limit in first["limits"].items() if limit)
+    versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "transformers", "ggml") if first[name])
+    lines = [f"- **{short(machine)}**: {machine[1] or 'no fast kernels'}, {machine[2]} threads; {versions}; softdelta by "
+             f"{first['compiler']}; {first['system']}. Limits: {limits}."]
+    return lines + [f"  - {row['name']}: {row['note']}." for row in rows.values() if row["note"].strip()]
+
+
+def names_of(runs, wanted):
+    """Names of the rows that are wanted, as the first machine orders them."""
+    return list(dict.fromkeys(name for rows in runs.values() for name, row in rows.items() if wanted(row)))
+
+
+def beside(runs, prefix):
+    """Rows whose peer begins with prefix: time, ratio and fraction of the limit on each machine."""
+    lines = []
+    for name in names_of(runs, lambda row: row["peer"].startswith(prefix)):
+        rows = [rows.get(name) for rows in runs.values()]
+        peer = next(row["peer"] for row in rows if row)
+        label = name.split(":")[0].removeprefix("delta ")
+        if prefix == "torch SDPA":
+            label = label.removeprefix("attention ")
+        cells = [label + (f" ({peer.partition(', ')[2]})" if ", " in peer else "")]
+        for row in rows:
+            cells += [number(row["ours_ms"]), against(row["ratio"], row["floor_ratio"]),
+                      against(row["ceiling_fraction"], row["floor_ceiling"])] if row else ["", "", ""]
+        lines.append(cells)
+    return table(["work"] + sum(([f"{short(machine)}: ms", "ratio", "of limit"] for machine in runs), []), lines)
+
+
+def beside_ours(runs):
+    """Rows of one cost that hold are one row."""
+    lines, costs = [], collections.defaultdict(list)
+    for name in names_of(runs, lambda row: row["peer"].startswith("ours")):
+        rows = [rows.get(name) for rows in runs.values()]
+        peer = next(row["peer"] for row in rows if row).removeprefix("ours").strip(", ")
+        if name.endswith(": cost") and all(row and row["holds"] for row in rows):
+            costs[peer].append([row["ratio"] for row in rows])
+        else:
+            lines.append([name.removeprefix("delta "), peer] +
+                         [against(row["ratio"], row["floor_ratio"]) if row else "" for row in rows])
+    for peer, ratios in costs.items():
+        lines.append([f"cost in {len(ratios)} more rows", peer] +
+                     [f"{min(column):.2f} to {max(column):.2f}" for column in zip(*ratios)])
+    return table(["work", "against ours"] + [f"{short(machine)}: ratio" for machine in runs], lines)
 
 
 def scaling(machines):
@@ -69,16 +106,13 @@ def scaling(machines):
     by_cpu = collections.defaultdict(dict)
     for (cpu, isa, threads), rows in machines.items():
         by_cpu[cpu, isa][threads] = rows
-    for (cpu, isa), counts in by_cpu.items():
-        if len(counts) == 1:
-            continue
+    for machine, counts in by_cpu.items():
         threads = sorted(counts)
-        names = [name for name in counts[threads[0]] if all(name in rows for rows in counts.values())]
-        lines += ["", f"## Threads: {cpu}, {isa}", "", "Milliseconds of ours and, in brackets, of the peer.", ""]
-        lines += table(["work", "against"] + [str(n) for n in threads],
-                       [[name, counts[threads[0]][name]["peer"]] +
-                        [f"{number(counts[n][name]['ours_ms'])} ({number(counts[n][name]['peer_ms'])})"
-                         for n in threads] for name in names])
+        names = [name for name in ROWS if all(name in rows for rows in counts.values())]
+        if len(threads) > 1 and names:
+            lines += ["", f"### Threads: {short(machine)}, ms", ""]
+            lines += table(["work"] + [str(n) for n in threads],
+                           [[name.removeprefix("delta ")] + [number(counts[n][name]["ours_ms"]) for n in threads] for name in names])
     return lines
 
 
@@ -89,19 +123,16 @@ def main():
     with open(DOCUMENT) as file:
         before, _, rest = file.read().partition(BEGIN)
     after = rest.partition(END)[2]
-    # of each machine the run with the most threads in full; the others in the table over threads
     most = {}
     for cpu, isa, threads in machines:
         most[cpu, isa] = max(threads, most.get((cpu, isa), 0))
-    lines = []
-    for (cpu, isa), threads in most.items():
-        lines += section((cpu, isa, threads), machines[cpu, isa, threads]) + [""]
-    lines += scaling(machines)
-    text = "\n".join(lines).strip()
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
+    runs = {(cpu, isa, threads): machines[cpu, isa, threads] for (cpu, isa), threads in most.items()}
+    lines = sum((about(machine, rows) for machine, rows in runs.items()), [])
+    for prefix, title in TABLES:
+        lines += ["", f"### {title}", ""] + beside(runs, prefix)
+    lines += ["", "### Beside our own", ""] + beside_ours(runs) + scaling(machines)
     with open(DOCUMENT, "w") as file:
-        file.write(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        file.write(f"{before}{BEGIN}\n" + "\n".join(lines).strip() + f"\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -94,11 +94,9 @@ def read(app, name, source):
         text += PAGES
     if name == "docs/performance":
         lines = text.splitlines()
-        for (place, title), rows in reversed(picture.tables(text).items()):
-            labels = {name: name.removeprefix("attention ").removeprefix("delta ") for name, row in rows.items()
-                      if not row["peer"].startswith("ours")}
-            (Path(app.srcdir) / f"{place}.svg").write_text(picture.draw(rows, title, labels))
-            lines.insert(place + 1, f"\n![{title}](/{place}.svg)\n")
+        for index, ((place, title), rows) in reversed(list(enumerate(picture.tables(text).items()))):
+            (Path(app.srcdir) / f"{index}.svg").write_text(picture.draw(rows, title, {name: name for name in rows}))
+            lines.insert(place + 1, f"\n![{title}](/{index}.svg)\n")
         text = "\n".join(lines)
     source[0] = text
 

@@ -68,7 +68,7 @@ with sync_playwright() as playwright:
             faults.append(f"the search does not find {words}")
 
     if arguments.pictures:
-        for name in ("index.html", "docs/math.html#fold", "docs/performance.html#attention", "docs/site/c.html"):
+        for name in ("index.html", "docs/math.html#fold", "docs/performance.html#attention-beside-sdpa", "docs/site/c.html"):
             page.goto(here + name)
             page.screenshot(path=site.parent / (re.sub(r"\W+", "-", name) + ".png"))
     browser.close()

@@ -39,7 +39,7 @@ inline constexpr Ceiling multiply_add_f32{run_f32, chains * 2 * W};
 inline constexpr Index tile_product_flops = tile_size * tile_size * tile_size * 4;
 
 // Products of numbers: two sums, as of the kernels, that share an operand. What cleared tiles reach is no limit, for
-// some processors multiply zeros faster (docs/performance.md).
+// some processors multiply zeros faster (softdelta bench --loops).
 template <class Tiles>
 class TileLoops {
   public:

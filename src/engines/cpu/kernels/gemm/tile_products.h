@@ -67,7 +67,7 @@ template <class Tiles>
 
 // C of 32 rows and 16 columns, two tiles one above the other: of A [depth, 2 tiles] and B [depth tiles]. Four live
 // tiles leave more of the processor's own for reading ahead, which makes a product faster than with eight
-// (docs/performance.md).
+// (softdelta bench --loops).
 template <class Tiles>
 SOFTDELTA_INLINE void multiply_column(const std::uint32_t* a, const std::uint32_t* b, Index depth, float* c, bool add) {
     if (add) {
