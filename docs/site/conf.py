@@ -95,7 +95,7 @@ def read(app, name, source):
     if name == "docs/performance":
         lines = text.splitlines()
         for index, ((place, title), rows) in reversed(list(enumerate(picture.tables(text).items()))):
-            (Path(app.srcdir) / f"{index}.svg").write_text(picture.draw(rows, title, {name: name for name in rows}))
+            (Path(app.srcdir) / f"{index}.svg").write_text(picture.draw(rows, title, {name: name.split(" (")[0] for name in rows}))
             lines.insert(place + 1, f"\n![{title}](/{index}.svg)\n")
         text = "\n".join(lines)
     source[0] = text
