@@ -46,8 +46,9 @@ const Backends& backends() {
     return value;
 }
 
-// How an operand may lie: rows: each in one piece; columns: dimension 1 is the fastest; whole: without gaps.
-enum class Lies { rows, columns, whole };
+// How an operand may lie: rows: each in one piece; heads: dimensions 0 and 1 in one piece; columns: dimension 1 is the
+// fastest; whole: without gaps.
+enum class Lies { rows, heads, columns, whole };
 
 // An operand, and the same numbers in f32 without gaps.
 struct Operand {
@@ -79,7 +80,7 @@ class Draw {
         const std::size_t unit = ggml_type_size(type);
         std::array<int, GGML_MAX_DIMS> order = {0, 1, 2, 3};
         if (lies == Lies::columns) std::swap(order[0], order[1]);
-        if (lies != Lies::whole) std::shuffle(order.begin() + 1, order.end(), random);
+        if (lies != Lies::whole) std::shuffle(order.begin() + (lies == Lies::heads ? 2 : 1), order.end(), random);
         std::array<std::size_t, GGML_MAX_DIMS> nb{};
         std::size_t bytes = unit;
         for (const int dim : order) {
@@ -87,7 +88,8 @@ class Draw {
             nb[d] = bytes;
             bytes = dim == 0 ? bytes * static_cast<std::size_t>(ne[0] / ggml_blck_size(type))
                              : bytes * static_cast<std::size_t>(ne[d]);
-            if (lies != Lies::whole && chance(20)) bytes += unit * static_cast<std::size_t>(from(1, 3));
+            const bool gap = lies == Lies::heads ? dim > 0 : lies != Lies::whole;
+            if (gap && chance(20)) bytes += unit * static_cast<std::size_t>(from(1, 3));
         }
         ggml_tensor* storage =
             ggml_new_tensor_1d(context, type, static_cast<std::int64_t>(bytes / unit) * ggml_blck_size(type));
@@ -95,14 +97,15 @@ class Draw {
         t->nb[0] = nb[0];
         text += std::string(" ") + name + " " + ggml_type_name(type);
         for (std::size_t d = 0; d < ne.size(); ++d) {
-            const bool fastest = static_cast<int>(d) == order[0];
+            const bool fastest = static_cast<int>(d) == order[0] || (lies == Lies::heads && d < 2);
             if (lies != Lies::whole && !fastest && chance(20)) t->nb[d] = 0;
             text += (d == 0 ? " [" : ", ") + std::to_string(ne[d]) + ":" + std::to_string(t->nb[d]);
             zero_strides += ne[d] > 1 && t->nb[d] == 0 ? 1 : 0;
         }
         text += "]";
-        operands_.push_back(std::make_unique<Operand>(
-            Operand{t, ggml_new_tensor_4d(context, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3]), std::move(number)}));
+        operands_.push_back(std::make_unique<Operand>(Operand{
+            t, ggml_new_tensor_4d(context, type == GGML_TYPE_I32 ? type : GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3]),
+            std::move(number)}));
         return *operands_.back();
     }
 
@@ -152,7 +155,9 @@ class Draw {
             numbers[i] = x.number     ? x.number(static_cast<std::int64_t>(i))
                          : i < period ? normal(random)
                                       : numbers[i - period];
-        if (x.given->type == GGML_TYPE_F32)
+        if (x.given->type == GGML_TYPE_I32)
+            std::copy(numbers.begin(), numbers.end(), static_cast<std::int32_t*>(storage->data));
+        else if (x.given->type == GGML_TYPE_F32)
             std::memcpy(storage->data, numbers.data(), ggml_nbytes(storage));
         else
             ggml_quantize_chunk(x.given->type, numbers.data(), storage->data, 0,
@@ -168,7 +173,7 @@ class Draw {
         for (std::int64_t i3 = 0; i3 < t->ne[3]; ++i3)
             for (std::int64_t i2 = 0; i2 < t->ne[2]; ++i2)
                 for (std::int64_t i1 = 0; i1 < t->ne[1]; ++i1, to += t->ne[0])
-                    if (t->type == GGML_TYPE_F32)
+                    if (ggml_type_size(t->type) == 4)
                         for (std::int64_t i0 = 0; i0 < t->ne[0]; ++i0) std::memcpy(to + i0, at(i0, i1, i2, i3), 4);
                     else
                         ggml_get_type_traits(t->type)->to_float(at(0, i1, i2, i3), to, t->ne[0]);
@@ -272,6 +277,36 @@ TEST(DrawnOperations, SequencesOfGatedDeltaNetAreIndependent) {
             EXPECT_TRUE(std::equal(its.begin() + o + slot * state, its.begin() + o + (slot + 1) * state,
                                    all.begin() + s.sequences * o + (slot * s.sequences + n) * state))
                 << draw.text << " slot " << slot;
+    });
+}
+
+// Mamba-2's: states come from anywhere in a pool.
+TEST(DrawnOperations, SsmScan) {
+    draw_calls(150, [](Draw& draw) {
+        const std::int64_t key_size = draw.one_of({16, 96, 128, 256}), size = draw.one_of({16, 64, 80});
+        const std::int64_t groups = draw.from(1, 3), heads = groups * draw.from(1, 4), sequences = draw.from(1, 3);
+        const std::int64_t tokens = draw.one_of({draw.from(1, 4), draw.from(5, 48), draw.from(49, 150)});
+        const std::int64_t pool = sequences + draw.from(0, 2), slots = draw.chance(70) ? 1 : draw.from(2, 5);
+        const float length = 1 / std::sqrt(static_cast<float>(key_size));
+        std::normal_distribution<float> normal;
+        const auto key = [&draw, normal, length](std::int64_t) mutable { return length * normal(draw.random); };
+        const auto decay = [&draw, normal](std::int64_t) mutable { return -std::exp(normal(draw.random)); };
+        const auto place = [&draw, pool](std::int64_t) { return static_cast<float>(draw.from(0, pool - 1)); };
+        const Shape keys = {key_size, groups, tokens, sequences};
+        const std::array<Operand*, 7> in = {
+            &draw.operand("states", GGML_TYPE_F32, {key_size, size, heads, pool}, Lies::whole),
+            &draw.operand("x", GGML_TYPE_F32, {size, heads, tokens, sequences}, Lies::heads),
+            &draw.operand("dt", GGML_TYPE_F32, {heads, tokens, sequences, 1}, Lies::whole),
+            &draw.operand("A", GGML_TYPE_F32, {1, heads, 1, 1}, Lies::whole, decay),
+            &draw.operand("B", GGML_TYPE_F32, keys, Lies::heads, key),
+            &draw.operand("C", GGML_TYPE_F32, keys, Lies::heads),
+            &draw.operand("ids", GGML_TYPE_I32, {sequences, 1, 1, 1}, Lies::whole, place)};
+        const auto build = [&](ggml_tensor* Operand::*of) {
+            return ggml_ssm_scan(draw.context, in[0]->*of, in[1]->*of, in[2]->*of, in[3]->*of, in[4]->*of, in[5]->*of,
+                                 in[6]->*of, slots);
+        };
+        const std::int64_t written = sequences * heads * size * (tokens + std::min(slots, tokens) * key_size);
+        draw.expect_same(build(&Operand::given), build(&Operand::plain), 2e-5, written);
     });
 }
 

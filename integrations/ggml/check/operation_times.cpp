@@ -107,6 +107,22 @@ Row ssm_conv(std::int64_t tokens) {
             0};
 }
 
+// A Mamba-2 layer of 64 heads of 64, state 128, 8 groups.
+Row ssm_scan(std::int64_t tokens) {
+    return {with("SSM_SCAN T %lld, H 64, D 64, state 128", tokens),
+            [=](ggml_context* ctx) {
+                const std::int64_t heads = 64, size = 64, state = 128, groups = 8;
+                return ggml_ssm_scan(ctx, tensor(ctx, "states", GGML_TYPE_F32, state, size, heads),
+                                     tensor(ctx, "x", GGML_TYPE_F32, size, heads, tokens),
+                                     tensor(ctx, "dt", GGML_TYPE_F32, heads, tokens, 1),
+                                     tensor(ctx, "A", GGML_TYPE_F32, 1, heads, 1),
+                                     tensor(ctx, "B", GGML_TYPE_F32, state, groups, tokens),
+                                     tensor(ctx, "C", GGML_TYPE_F32, state, groups, tokens),
+                                     tensor(ctx, "ids", GGML_TYPE_I32, 1, 1, 1), 1);
+            },
+            1e-5};
+}
+
 Row concat(std::int64_t tokens, std::int64_t channels = 8192, std::int64_t sequences = 1) {
     return {with("CONCAT T 3 + %lld%s", tokens, channels == 8192 ? ", C 8192" : ", C odd"),
             [=](ggml_context* ctx) {
@@ -125,6 +141,7 @@ std::vector<Row> rows() {
     for (const bool channel_gate : {false, true})
         for (const std::int64_t tokens : {512, 4096, 1, 4, 2, 3, 8, 16, 24, 32, 33, 64})
             all.push_back(gated_delta_net(tokens, channel_gate));
+    for (const std::int64_t tokens : {512, 4096, 4, 8, 16, 24, 32, 64, 128}) all.push_back(ssm_scan(tokens));
     for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_F32, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
         for (const std::int64_t size : {128, 256}) all.push_back(flash_attention(512, 8192, size, 16, 2, type));
         all.push_back(flash_attention(1, 32768, 128, 16, 2, type));
@@ -173,6 +190,11 @@ void fill(ggml_context* ctx) {
             for (float& x : numbers) x = -0.1F * std::abs(x);
         if (name == "beta")
             for (float& x : numbers) x = 1 / (1 + std::exp(-x));
+        if (name == "A")
+            for (float& x : numbers) x = -std::exp(x);
+        if (name == "ids") std::fill(numbers.begin(), numbers.end(), 0.0F);
+        if (name == "B")
+            for (float& x : numbers) x /= std::sqrt(static_cast<float>(t->ne[0]));
         if (name == "k" && t->type == GGML_TYPE_F32 && t->ne[0] == 128)  // of the delta rule: of length 1, more or less
             for (float& x : numbers) x /= 11.3F;
         if (name.substr(0, 4) == "mask")
@@ -194,7 +216,7 @@ void fill(ggml_context* ctx) {
             for (std::int64_t row = 0; row < t->ne[1]; ++row)
                 for (std::int64_t key = t->ne[0] - 5 - t->ne[1] + row + 1; key < t->ne[0]; ++key)
                     numbers[static_cast<std::size_t>(row * t->ne[0] + key)] = -INFINITY;
-        if (t->type == GGML_TYPE_F32) {
+        if (ggml_type_size(t->type) == sizeof(float)) {  // f32, and 0 of i32
             ggml_backend_tensor_set(t, numbers.data(), 0, ggml_nbytes(t));
         } else {
             std::vector<char> stored(ggml_nbytes(t));

@@ -1,14 +1,14 @@
 // GGML_OP_GATED_DELTA_NET, shapes as ggml writes them, fastest first: q, k [S, Hk, T, N'], v [S, H, T, N], g [1 or S,
-// H, T, N], beta [1, H, T, N], state [S, S, H, N]. The result holds o [S, H, T, N] and then `slots` states [S, S, H,
-// N]: slot 0 is the final state, slot s the state s tokens before the end.
+// H, T, N], beta [1, H, T, N], state [S, S, H, N]. The result holds o [S, H, T, N] and then `slots` states [S, S, H, N]
+// (slots.h).
 //
 // ggml gives value head h the keys of head h mod Hk, which the library calls tiled.
 #include <softdelta/softdelta.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "operations/operations.h"
+#include "operations/slots.h"
 #include "operations/thresholds.h"
 #include "operations/view.h"
 
@@ -88,23 +88,18 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     return softdelta_last_error();
 }
 
-// All tokens but the last few in one call, or in steps of a few where they are few in all. Then token by token those
-// that leave their state in a slot. Slot 0 holds the state between steps.
+// In one call, or in steps of a few where tokens are few in all.
 std::string run_slots(const Node& op, const Part& part, int threads) {
     const float* from = static_cast<const float*>(op.state->data);
-    std::int64_t from_stride = stride(op.state, 3), begin = 0;
-    while (begin < op.tokens) {
-        const std::int64_t left = op.tokens - begin;
-        std::int64_t count = left > op.slots ? left - op.slots + 1 : 1;
-        if (op.tokens <= delta_stepped_tokens) count = std::min(count, delta_step_tokens);
-        float* to = op.slot(left - count < op.slots ? left - count : 0);
-        if (std::string error = run(op, part, begin, count, from, from_stride, to, threads); !error.empty())
-            return error;
+    std::int64_t from_stride = stride(op.state, 3);
+    const std::int64_t most = op.tokens <= delta_stepped_tokens ? delta_step_tokens : op.tokens;
+    return run_into_slots(op.tokens, op.slots, most, [&](std::int64_t begin, std::int64_t count, std::int64_t slot) {
+        float* to = op.slot(slot);
+        std::string error = run(op, part, begin, count, from, from_stride, to, threads);
         from = to;
         from_stride = op.heads * op.state_size();
-        begin += count;
-    }
-    return "";
+        return error;
+    });
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ struct Resources {
     int threads = GGML_DEFAULT_N_THREADS;
     std::vector<float> keys, values;  // expanded to f32, up to expanded_numbers (thresholds.h)
     std::vector<float> slopes;        // of ALiBi
+    std::vector<float> gates;         // of a scan
 };
 
 Support gated_delta_net_support(const ggml_tensor* op);
@@ -41,6 +42,9 @@ std::string compute_l2_norm(const ggml_tensor* op, Resources& resources);
 Support ssm_conv_support(const ggml_tensor* op);
 std::string compute_ssm_conv(const ggml_tensor* op, Resources& resources);
 
+Support ssm_scan_support(const ggml_tensor* op);
+std::string compute_ssm_scan(const ggml_tensor* op, Resources& resources);
+
 Support concat_support(const ggml_tensor* op);
 std::string compute_concat(const ggml_tensor* op, Resources& resources);
 
@@ -53,6 +57,7 @@ inline constexpr Operation operations[] = {
     {GGML_OP_GATED_DELTA_NET, gated_delta_net_support, compute_gated_delta_net},
     {GGML_OP_FLASH_ATTN_EXT, flash_attention_support, compute_flash_attention},
     {GGML_OP_SSM_CONV, ssm_conv_support, compute_ssm_conv},
+    {GGML_OP_SSM_SCAN, ssm_scan_support, compute_ssm_scan},
     {GGML_OP_CONCAT, concat_support, compute_concat},
     {GGML_OP_L2_NORM, l2_norm_support, compute_l2_norm},
 };
