@@ -90,6 +90,68 @@ def test_sequences_by_their_bounds():
     same(got, (y, states[:, -1], states[0, bounds[1:] - 1]), call)
 
 
+def draw_layer(mlp=0, norm=True, project=True, heads_of_D=False, groups=1):
+    g = torch.Generator().manual_seed(2)
+    kind, inner, state = dict(dtype=torch.float64, generator=g), H * P, 2 * G * N
+    call = {"zxbcdt": torch.randn(2, T, 2 * mlp + 2 * inner + state + H, **kind),
+            "conv1d_weight": torch.randn(inner + state, 4, **kind), "conv1d_bias": torch.randn(inner + state, **kind),
+            "dt_bias": torch.randn(H, **kind) - 2, "A": -torch.rand(H, **kind) - 0.1,
+            "D": torch.randn(H, **kind) if heads_of_D else torch.randn(H, P, **kind),
+            "initial_states": torch.randn(2, H, P, G * N // groups, **kind)}
+    if norm:
+        call["rmsnorm_weight"] = torch.randn(inner, **kind)
+    if project:
+        call |= {"outproj_weight": torch.randn(3, mlp + inner, **kind), "outproj_bias": torch.randn(3, **kind)}
+    return {n: t.requires_grad_() for n, t in call.items()}
+
+
+def layer(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, rmsnorm_weight=None, outproj_weight=None,
+          outproj_bias=None, seq_idx=None, groups=1, norm_before_gate=True, mlp=0):
+    """The formula of Dao and Gu's layer, by torch's own functions."""
+    inner = H * P
+    gate, up, z, xBC, dt = zxbcdt.split([mlp, mlp, inner, len(conv1d_weight), H], -1)
+    rows = []
+    for b in range(len(xBC)):  # a sequence by itself
+        numbers = torch.zeros(T) if seq_idx is None else seq_idx[b]
+        rows.append(torch.cat([F.conv1d(F.pad(part.T, (3, 0)), conv1d_weight[:, None], conv1d_bias, groups=len(conv1d_weight)).T
+                               for part in xBC[b].split(torch.unique_consecutive(numbers, return_counts=True)[1].tolist())]))
+    x, B, C = F.silu(torch.stack(rows)).split([inner, len(conv1d_weight[inner:]) // 2, len(conv1d_weight[inner:]) // 2], -1)
+    y, states = recurrence(x.unflatten(-1, (H, P)), dt, A, B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1)), D, None,
+                           dt_bias, initial_states, seq_idx, dt_softplus=True)
+    y, gated = y.flatten(2), F.silu(z)
+    if rmsnorm_weight is None:
+        y = y * gated
+    else:
+        y = y if norm_before_gate else y * gated
+        y = F.rms_norm(y.unflatten(-1, (groups, -1)), (inner // groups,), eps=1e-6).flatten(2) * rmsnorm_weight
+        y = y * gated if norm_before_gate else y
+    y = torch.cat((F.silu(gate) * up, y), -1)
+    return (y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)), states[:, -1]
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("mlp, norm, project, groups, heads_of_D, packed", [
+    (0, True, True, 1, False, False), (3, True, False, G, True, False), (0, False, True, G, False, True),
+    (2, True, True, G, False, True)])
+def test_the_layer_is_its_formula(mlp, norm, project, groups, heads_of_D, packed, norm_before_gate):
+    call = draw_layer(mlp, norm, project, heads_of_D, groups)
+    seq_idx = (torch.arange(T) // 7).expand(2, T).to(torch.int32).contiguous() if packed else None
+    want = layer(**call, seq_idx=seq_idx, groups=groups, norm_before_gate=norm_before_gate, mlp=mlp)
+    got = sd.mamba_split_conv1d_scan_combined(**call, chunk_size=16, seq_idx=seq_idx, return_final_states=True, ngroups=groups,
+                                              headdim=P if heads_of_D else None, norm_before_gate=norm_before_gate)
+    same(got, want, call)
+
+
+def test_the_layer_in_bfloat16():
+    call = draw_layer()
+    rounded = {n: t.detach().to(torch.bfloat16).requires_grad_() for n, t in call.items()}
+    got = sd.mamba_split_conv1d_scan_combined(**rounded, chunk_size=16)
+    want = sd.mamba_split_conv1d_scan_combined(**{n: t.detach().double() for n, t in rounded.items()}, chunk_size=16)
+    assert got.dtype == torch.bfloat16 and (got.double() - want).norm() <= 2e-2 * want.norm()
+    got.sum().backward()
+    assert all(t.grad.isfinite().all() for t in rounded.values() if t.grad is not None)
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("channels", [16, 64, 128, 256])
 def test_fast_results(dtype, limit, channels):
@@ -136,3 +198,9 @@ def test_errors_name_the_argument():
     state, x = torch.zeros(2, H, P, N), torch.randn(2, H, P)
     with pytest.raises(ValueError, match="A has 6 numbers along dimension 1, expected one for each head"):
         sd.selective_state_update(state, x, x, torch.rand(H, P, N), torch.rand(2, G, N), torch.rand(2, G, N))
+    layer_call = draw_layer()
+    for change, message in ((dict(D=layer_call["D"][:, 0]), "headdim is None"), (dict(zxbcdt=layer_call["zxbcdt"][..., 1:]), "zxbcdt has"),
+                            (dict(ngroups=3), "conv1d_weight has"), (dict(zxbcdt=layer_call["zxbcdt"][0]), "zxbcdt has 2 dim"),
+                            (dict(rmsnorm_weight=layer_call["rmsnorm_weight"][1:]), "rmsnorm_weight has shape")):
+        with pytest.raises(ValueError, match=message):
+            sd.mamba_split_conv1d_scan_combined(**{**layer_call, **change}, chunk_size=16)

@@ -106,6 +106,11 @@ OTHERS = {
         x=required, dt=required, A=required, B=required, C=required, chunk_size=required, D=None, z=None, dt_bias=None,
         initial_states=None, seq_idx=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")),
         return_final_states=False, return_varlen_states=False, state_dtype=None),
+    "mamba_split_conv1d_scan_combined": dict(
+        zxbcdt=required, conv1d_weight=required, conv1d_bias=required, dt_bias=required, A=required, D=required,
+        chunk_size=required, initial_states=None, seq_idx=None, dt_limit=(0.0, float("inf")), return_final_states=False,
+        activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6, outproj_weight=None, outproj_bias=None, headdim=None,
+        ngroups=1, norm_before_gate=True),
     "selective_state_update": dict(state=required, x=required, dt=required, A=required, B=required, C=required, D=None,
                                    z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None),
     # torch.nn.functional

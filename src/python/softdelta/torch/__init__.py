@@ -19,7 +19,7 @@ from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule
                            fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
 from ._gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from ._kv_cache import flash_attn_with_kvcache
-from ._mamba import mamba_chunk_scan_combined, selective_state_update
+from ._mamba import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
 from ._norm import FusedRMSNormGated, rms_norm_gated
 from ._products import (chunk_dplr_delta_rule, chunk_gated_delta_product, chunk_rwkv7, fused_mul_recurrent_rwkv7,
                         fused_recurrent_dplr_delta_rule, fused_recurrent_rwkv7)
@@ -36,7 +36,8 @@ __all__ = [
     "flash_sparse_attn_func", "fused_chunk_simple_gla", "fused_mul_recurrent_rwkv7",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn2", "fused_recurrent_gla",
-    "fused_recurrent_kda", "fused_recurrent_rwkv7", "fused_recurrent_simple_gla", "mamba_chunk_scan_combined", "parallel_simple_gla",
+    "fused_recurrent_kda", "fused_recurrent_rwkv7", "fused_recurrent_simple_gla", "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined", "parallel_simple_gla",
     "rms_norm_gated", "scaled_dot_product_attention", "sdpa_kernel", "selective_state_update", "set_most_kept",
     "varlen_attn"
 ]

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _calls
+from ._convolution import causal_conv1d_fn
+from ._norm import rms_norm_gated
 from ._simple_gla import chunk_simple_gla
 from ._step import delta_step
 
@@ -85,6 +87,64 @@ def mamba_chunk_scan_combined(
     return y if len(results) == 1 else tuple(results)
 
 
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+):
+    """All of a Mamba-2 layer behind its first projection: convolution of x, B and C, the scan with softplus(dt + dt_bias),
+    the gate z, the norm of each group where rmsnorm_weight [H·P] is given (norm_before_gate: norm(y) · silu(z), else
+    norm(y · silu(z))), and a product with outproj_weight [E, H·P]. All tensors have gradients.
+
+    zxbcdt [B, T, 2 M + 2 H·P + 2 G·N + H] holds two halves of a gated MLP (M is mostly 0), z, x, B, C and dt;
+    conv1d_weight [H·P + 2 G·N, W]; D [H, P], or [H] with headdim = P. chunk_size changes nothing.
+
+    Returns [B, T, M + H·P], or [.., E]; with return_final_states also the states [B, H, P, N] in f32.
+    """
+    if D.dim() == 1 and headdim is None:
+        raise ValueError("headdim is None, expected the size of a head beside D [H]")
+    heads, size = D.shape if D.dim() == 2 else (len(D), headdim)
+    inner = heads * size
+    of_states = len(conv1d_weight) - inner
+    if of_states < 2 * ngroups or of_states % (2 * ngroups):
+        raise ValueError(f"conv1d_weight has {len(conv1d_weight)} channels, expected {inner} and twice {ngroups} groups of states")
+    _calls.refuse_rank("zxbcdt", zxbcdt, 3, "[B, T, channels]")
+    mlp = zxbcdt.shape[-1] - 2 * inner - of_states - heads
+    if mlp < 0 or mlp % 2:
+        raise ValueError(f"zxbcdt has {zxbcdt.shape[-1]} channels, expected {2 * inner + of_states + heads}, or an even number more")
+    gate, up, z, xBC, dt = zxbcdt.split([mlp // 2, mlp // 2, inner, inner + of_states, heads], -1)
+    xBC = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation=activation).transpose(1, 2)
+    x, B, C = xBC.split([inner, of_states // 2, of_states // 2], -1)
+    x, B, C = x.unflatten(-1, (heads, size)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
+    y, states = mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D, None if rmsnorm_weight is not None else z.unflatten(-1, (heads, size)), dt_bias,
+        initial_states, seq_idx, dt_softplus=True, dt_limit=dt_limit, return_final_states=True)
+    y = y.flatten(2)
+    if rmsnorm_weight is not None:
+        y = _norm_of_groups(y, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
+    if mlp:
+        y = torch.cat((F.silu(gate) * up, y), -1)
+    if outproj_weight is not None:
+        y = F.linear(y, outproj_weight.to(y.dtype), None if outproj_bias is None else outproj_bias.to(y.dtype))
+    return (y, states) if return_final_states else y
+
+
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -138,6 +198,17 @@ def _skip_and_gate(y, x, D, z):
     if D is not None:
         y = (y + x * D).to(x.dtype)
     return y if z is None else (y * F.silu(z.to(_calls.wide(z)))).to(x.dtype)
+
+
+def _norm_of_groups(y, z, weight, eps, groups, norm_before_gate):
+    _expect_shape("rmsnorm_weight", weight, y.shape[-1:])
+    if groups == 1 and norm_before_gate:
+        return rms_norm_gated(y, z, weight, eps=eps)
+    wide = _calls.wide(y)
+    gate = F.silu(z.to(wide))
+    rows = (y.to(wide) if norm_before_gate else y.to(wide) * gate).unflatten(-1, (groups, -1))
+    rows = (rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * weight.to(wide)
+    return (rows * gate if norm_before_gate else rows).to(y.dtype)
 
 
 def _of_head(name, t, dims):
