@@ -49,8 +49,8 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     threads           of this call; softdelta.set_num_threads by default. Results do not depend on it
     dtype             "bf16": arrays of uint16 hold bf16
 
-    Returns o [B, Lq, H, Dv], as v (as q where there are scales), and lse [B, H, Lq], f32 (f64 for f64), the natural logarithm of the sum of
-    exponentials. Raises ValueError naming the argument, also for a tensor of torch whose gradient would be recorded, and
+    Returns o [B, Lq, H, Dv], as v (as q where there are scales), and lse [B, H, Lq], f32 (f64 for f64). lse is the natural
+    logarithm of the sum of exponentials. Raises ValueError naming the argument, also for a tensor of torch whose gradient would be recorded, and
     softdelta.Unsupported. After Dao (FlashAttention),
     Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks), Press (ALiBi).
     """

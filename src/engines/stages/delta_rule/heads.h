@@ -66,8 +66,8 @@ struct KeyGradients {
                Rounding& rounding, Index steps);
 };
 
-// Rows of x, rounded to the tensor's type, to rows from `begin` on of head h of a tensor [B, nT, heads, ·]; with
-// `steps` [B, T, heads, ·], those of last steps.
+// Rows of x, rounded to the tensor's type, to rows from `begin` on of head h of a tensor [B, nT, heads, ·]. With
+// `steps` [B, T, heads, ·]: those of last steps.
 template <class T>
 void store_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Index begin, Tile<T>& x, Rounding& rounding,
                 Index steps = 1) {

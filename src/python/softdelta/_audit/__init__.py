@@ -1,4 +1,4 @@
-"""softdelta.audit: draws inputs, calls somebody's function on them, and says whether it is right."""
+"""softdelta.audit: draws inputs, calls your function on them, and says whether it is right."""
 from __future__ import annotations
 
 import argparse

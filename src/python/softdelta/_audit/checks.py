@@ -12,7 +12,7 @@ from .inputs import Attention, Call, DeltaShape, Draw, delta_call
 
 REPEATS = 5
 CHANCE = 8  # standard deviations: beyond, errors that favour a direction do so for a reason
-HARMLESS = 1 / 8  # of a unit in the last place: a bias that nobody would see
+HARMLESS = 1 / 8  # of an ulp: a bias that nobody would see
 
 
 def clean(call: Call, **changes) -> Call:

@@ -135,8 +135,8 @@ def judge_reply(call, dtype, reply, require) -> Row:
 
 
 def of_rounding(call, f):
-    """The same finding; where the truth is 0 throughout, as dq of a row that sees one key, an error that f32 makes of the
-    terms whose difference it is (docs/math.md, "Limits of error": 4·2⁻²³ of them) is lost digits."""
+    """The same finding. Where the truth is 0 throughout, as dq of a row that sees one key, f32 makes an error of the terms
+    whose difference it is (docs/math.md, "Limits of error": 4·2⁻²³ of them). That error is lost digits."""
     if call.op != "attention" or f.name not in ("dq", "dk") or f.verdict != "wrong" or f.ratio != math.inf or \
             "NaN" in f.note:
         return f

@@ -171,8 +171,8 @@ def flash_attn_varlen_func(
     """flash-attention 2 for packed sequences. q [ΣLq, H, D], k [ΣLk, Hk, D], v [ΣLk, Hk, Dv], cu_seqlens [N+1].
 
     With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv, and
-    queries of prefill and decode may be packed side by side; no gradients. How many keys each sequence has is told by
-    cu_seqlens_k, or by seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. alibi_slopes
+    queries of prefill and decode may be packed side by side. There are no gradients. cu_seqlens_k tells how many keys each
+    sequence has, or seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. alibi_slopes
     [H], not one for each sequence. k_scale, v_scale as flash_attn_func's, without its first dimension; those of a paged
     cache [blocks|1, block rows|1, Hk|1, ·]. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
@@ -252,7 +252,7 @@ def flash_sparse_attn_func(
     """flash-dmattn (flash_dmattn_func), later called flash_sparse_attn_func: attention with a mask and a bias.
 
     query [B, Lq, H, D], key [B, Lk, Hk, D], value [B, Lk, Hk, Dv]; attn_mask bool and attn_bias float
-    [B|1, H|Hk|1, Lq|1, Lk|1], each with a gradient where it is a float; is_causal aligns bottom-right. keep, ours:
+    [B|1, H|Hk|1, Lq|1, Lk|1]. A float has a gradient. is_causal aligns bottom-right. keep, ours:
     each row keeps the `keep` largest biases among its allowed keys (dynamic masks, Shi et al. 2025). Returns
     o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Keys
     whose mask is false are not touched. layout as flash_attn_func's. Always deterministic."""

@@ -36,7 +36,7 @@ def flash_attn_with_kvcache(
     layout: str = "bthd",
 ):
     """flash-attention 2, decode. q [B, Lq, H, D]; k_cache [B, rows, Hk, D] and v_cache with Dv, or with block_table
-    [B, max blocks] pages [blocks, block rows, Hk, ·]; or with cache_batch_idx [B] rows of a larger cache. cache_seqlens [B]
+    [B, max blocks] pages [blocks, block rows, Hk, ·]. With cache_batch_idx [B] they are rows of a larger cache. cache_seqlens [B]
     or one number: keys in use, all by default.
 
     k, v [B, new, Hk, ·] are written behind them, where the caches are, before q reads; cache_seqlens does not change.

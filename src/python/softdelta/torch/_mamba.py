@@ -44,8 +44,8 @@ def mamba_chunk_scan_combined(
     the last. cu_seqlens [N+1], ours also without return_varlen_states: N sequences in a row, B = 1; initial states are
     theirs if there are N. chunk_size and state_dtype change nothing.
 
-    Returns y [B, T, H, P], as x; with return_final_states also the states after the last token of each row; with
-    return_varlen_states also those after each sequence of cu_seqlens; states are f32.
+    Returns y [B, T, H, P], as x. With return_final_states also the states after the last token of each row; with
+    return_varlen_states also those after each sequence of cu_seqlens. States are f32.
     """
     if x.dim() != 4:
         raise ValueError(f"x has {x.dim()} dimensions, expected 4: [B, T, H, P]")

@@ -150,7 +150,7 @@ def _dplr(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlen
 
 
 def _steps(first: Tensor | None, second: Tensor | None) -> Tensor:
-    """[B, 2T, ..]: rows of both by turns; None: zeros."""
+    """[B, 2T, ..]: rows of both, alternating; None: zeros."""
     like = second if first is None else first
     pair = [torch.zeros_like(like) if x is None else x for x in (first, second)]
     return torch.stack(pair, 2).flatten(1, 2)

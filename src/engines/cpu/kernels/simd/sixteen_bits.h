@@ -1,6 +1,6 @@
 // Exponentials in fixed point of 16 bits, for probabilities that are rounded to bf16 anyway. An exponent of 2 has 8
 // bits before and 8 behind the point. With the exponent's bias these are a float's first 16 bits, had 2^f the mantissa
-// f; so a correction is subtracted, and half of the rest are the bits of bf16. The error is 2.0e-3 RMS, 5e-5 on
+// f. So a correction is subtracted, and half of the rest are the bits of bf16. The error is 2.0e-3 RMS, 5e-5 on
 // average, where rounding errs by 1.7e-3.
 #pragma once
 

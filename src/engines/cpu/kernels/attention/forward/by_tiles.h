@@ -5,8 +5,8 @@
 // a whole number, follows only when a score lies 2^8 above: sums are then multiplied by a power of two, which is exact.
 // When it would be large the base follows instead.
 //
-// Where nobody asks for the logarithm of a row's sum, exponentials of such parts are computed in 16 bits
-// (simd/sixteen_bits.h), and their sum is that of the rounded ones, unless scores or bases are too large for that.
+// A call that wants no logarithm of a row's sum gets exponentials of such parts in 16 bits (simd/sixteen_bits.h). Their
+// sum is that of the rounded ones. Parts with larger scores or bases are computed in 32 bits.
 //
 // Parts whose keys all rows see go through a pipeline (tile_pipeline.h), one group after the other, where the sizes of
 // rows allow it. The others, at the ends of what causal masks and windows leave, with masks and biases, are computed

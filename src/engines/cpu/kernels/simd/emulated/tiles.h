@@ -55,7 +55,7 @@ class MatrixTiles {
     // Exponentials in 16 bits.
     class Exponentials {
       public:
-        // slope: of exponents in units of 16 bits.
+        // slope: of exponents, as fixed point of 16 bits.
         explicit Exponentials(F slope) : slope_(slope) {}
         // 2^((score·slope + offset) / 256) of 32 scores as pairs; offset: on top of the magic number. Not bounded: a
         // score may be anything, NaN stays NaN.

@@ -58,7 +58,7 @@ class MatrixTiles {
     // Exponentials in 16 bits. The assembly keeps constants in registers, which the compiler would make anew.
     class Exponentials {
       public:
-        // slope: of exponents in units of 16 bits.
+        // slope: of exponents, as fixed point of 16 bits.
         SOFTDELTA_INLINE explicit Exponentials(F slope)
             : slope_(slope),
               table_(_mm512_load_si512(sixteen_bits::corrections.data())),
