@@ -329,7 +329,7 @@ static inline softdelta_attention_options softdelta_attention_options_default(vo
 /* Results of the forward pass; those that are given are written. */
 typedef struct softdelta_attention_outputs {
     size_t size;   /* of this structure */
-    DLTensor* o;   /* [B, Lq, H, Dv] */
+    DLTensor* o;   /* [B, Lq, H, Dv]; on matrix tiles the bits of bf16 depend on whether lse is given */
     DLTensor* lse; /* [B, H, Lq], packed [1, H, ΣLq]; natural logarithm, sink included */
 } softdelta_attention_outputs;
 

@@ -21,7 +21,7 @@ def sdpa(original):
         if not reason:
             causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
             try:
-                return _attend(query, key, value, attention_mask, dropout, scaling, causal, kwargs), None
+                return _attend(module, query, key, value, attention_mask, dropout, scaling, causal, kwargs), None
             except (ValueError, NotImplementedError) as error:
                 reason = error
         warn_once(original, reason)
@@ -49,7 +49,7 @@ def named(_):
             reason = "sinks of each token"
         if not reason:
             try:
-                return _attend(query, key, value, seen, dropout, scaling, causal, kwargs,
+                return _attend(module, query, key, value, seen, dropout, scaling, causal, kwargs,
                                softcap=kwargs.get("softcap") or 0.0, sink=None if sinks is None else sinks.reshape(-1)), None
             except (ValueError, NotImplementedError) as error:
                 reason = error
@@ -123,21 +123,24 @@ def _tril(query, key):
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
 
 
-def _attend(query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None):
+def _attend(module, query, key, value, mask, dropout, scaling, causal, others, softcap=0.0, sink=None):
     Lq, Lk = query.shape[2], key.shape[2]
     causal = causal and mask is None and Lq > 1  # a mask has the diagonal in it; one query is the last
     bounds, bias = others.get("cu_seq_lens_q"), others.get("position_bias")
+    # A reentrant checkpoint calls twice, at first without a graph. The bits are the same where both ask for lse.
+    with_lse = module.training and not torch.is_grad_enabled()
     if bounds is not None and mask is None and query.shape[0] == 1 and Lq > 1:
         if sink is not None or bias is not None:
             raise ValueError("sinks or a position bias are given, expected none beside cu_seq_lens_q")
         bounds_k = others.get("cu_seq_lens_k", bounds)
         o = softdelta.torch.flash_attn_varlen_func(
             *(x[0].transpose(0, 1) for x in (query, key, value)), bounds, bounds_k, Lq, Lk, dropout, scaling, causal,
-            softcap=softcap)
-        return o.unsqueeze(0)
+            softcap=softcap, return_attn_probs=with_lse)
+        return (o[0] if with_lse else o).unsqueeze(0)
     if bias is not None and mask is not None and mask.dtype != torch.bool:
         mask, bias = None, bias + mask
     o = softdelta.torch.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scaling,
                                                      enable_gqa=query.shape[1] != key.shape[1], bias=bias,
-                                                     softcap=softcap, sink=sink)
+                                                     softcap=softcap, sink=sink, return_lse=with_lse)
+    o = o[0] if with_lse else o
     return o.transpose(1, 2).contiguous()  # [B,Lq,H,Dv]
