@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/layer/convolution.h"
 #include "core/layer/norm.h"
@@ -44,9 +47,9 @@ std::string operations_table() {
     return table;
 }
 
+// Tensors of one shape and type share a row.
 template <class Struct>
-std::string shapes_of() {
-    std::string rows;
+void add_shapes(std::vector<std::pair<std::string, std::string>>& rows) {
     for (const auto& operand : core::operands_of<Struct>) {
         const std::string_view name = file_name(operand.name);
         if (!in_files(name) || operand.shape.rank == 0 || (!operand.written && (name == "o" || name == "lse")))
@@ -56,20 +59,29 @@ std::string shapes_of() {
         if (operand.v_first_shape.rank > 0) shape += "; state_v_first " + core::text_of(operand.v_first_shape);
         for (std::size_t bar = shape.find('|'); bar != shape.npos; bar = shape.find('|', bar + 4))
             shape.replace(bar, 1, " or ");
-        rows += "| " + std::string(name) + " | " + shape + " | " +
-                (operand.kind == core::Kind::floating  ? "number"
-                 : operand.kind == core::Kind::boolean ? "bool"
-                                                       : "integer") +
-                " |\n";
+        shape += operand.kind == core::Kind::floating  ? " | number"
+                 : operand.kind == core::Kind::boolean ? " | bool"
+                                                       : " | integer";
+        const auto same = std::ranges::find(rows, shape, &std::pair<std::string, std::string>::second);
+        if (same == rows.end())
+            rows.emplace_back(name, shape);
+        else
+            add(same->first, name);
     }
-    return rows;
+}
+
+template <class... Structs>
+std::string shapes_of(std::string_view title) {
+    std::vector<std::pair<std::string, std::string>> rows;
+    (add_shapes<Structs>(rows), ...);
+    std::string table = "| " + std::string(title) + " | shape | type |\n|---|---|---|\n";
+    for (const auto& [names, shape] : rows) table += "| " + names + " | " + shape + " |\n";
+    return table;
 }
 
 std::string shapes_table() {
-    return "| tensor of attention | shape | type |\n|---|---|---|\n" + shapes_of<core::AttentionInputs>() +
-           shapes_of<core::AttentionOutputs>() + shapes_of<core::AttentionGradients>() +
-           "\n| tensor of a delta rule | shape | type |\n|---|---|---|\n" + shapes_of<core::DeltaInputs>() +
-           shapes_of<core::DeltaOutputs>() + shapes_of<core::DeltaGradients>();
+    return shapes_of<core::AttentionInputs, core::AttentionOutputs, core::AttentionGradients>("tensors of attention") +
+           "\n" + shapes_of<core::DeltaInputs, core::DeltaOutputs, core::DeltaGradients>("tensors of a delta rule");
 }
 
 // The layers around the delta rules.
@@ -87,11 +99,10 @@ std::string layers_table() {
     return "| layer | required inputs | optional inputs | results |\n|---|---|---|---|\n" +
            row_of_layer<core::ConvolutionInputs, core::ConvolutionOutputs, core::ConvolutionGradients>(
                convolution_name) +
-           row_of_layer<core::NormInputs, core::NormOutputs, core::NormGradients>(norm_name) +
-           "\n| tensor of a convolution | shape | type |\n|---|---|---|\n" + shapes_of<core::ConvolutionInputs>() +
-           shapes_of<core::ConvolutionOutputs>() + shapes_of<core::ConvolutionGradients>() +
-           "\n| tensor of a gated norm | shape | type |\n|---|---|---|\n" + shapes_of<core::NormInputs>() +
-           shapes_of<core::NormOutputs>() + shapes_of<core::NormGradients>();
+           row_of_layer<core::NormInputs, core::NormOutputs, core::NormGradients>(norm_name) + "\n" +
+           shapes_of<core::ConvolutionInputs, core::ConvolutionOutputs, core::ConvolutionGradients>(
+               "tensors of a convolution") +
+           "\n" + shapes_of<core::NormInputs, core::NormOutputs, core::NormGradients>("tensors of a gated norm");
 }
 
 TEST(Operands, StandInThePage) {
