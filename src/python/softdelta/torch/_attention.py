@@ -170,8 +170,8 @@ def flash_attn_varlen_func(
 ):
     """flash-attention 2 for packed sequences. q [ΣLq, H, D], k [ΣLk, Hk, D], v [ΣLk, Hk, Dv], cu_seqlens [N+1].
 
-    With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv, and
-    queries of prefill and decode may be packed side by side. There are no gradients. cu_seqlens_k tells how many keys each
+    With block_table [N, max blocks] (int32) keys lie in a paged cache, k [blocks, block rows, Hk, D], v with Dv. Queries
+    of prefill and decode may be packed side by side. There are no gradients. cu_seqlens_k tells how many keys each
     sequence has, or seqused_k [N] as vLLM has it. max_seqlen_q and max_seqlen_k are not needed here. alibi_slopes
     [H], not one for each sequence. k_scale, v_scale as flash_attn_func's, without its first dimension; those of a paged
     cache [blocks|1, block rows|1, Hk|1, ·]. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""

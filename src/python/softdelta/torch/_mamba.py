@@ -112,8 +112,8 @@ def mamba_split_conv1d_scan_combined(
     the gate z, the norm of each group where rmsnorm_weight [H·P] is given (norm_before_gate: norm(y) · silu(z), else
     norm(y · silu(z))), and a product with outproj_weight [E, H·P]. All tensors have gradients.
 
-    zxbcdt [B, T, 2 M + 2 H·P + 2 G·N + H] holds two halves of a gated MLP (M is mostly 0), z, x, B, C and dt;
-    conv1d_weight [H·P + 2 G·N, W]; D [H, P], or [H] with headdim = P. chunk_size changes nothing.
+    zxbcdt [B, T, 2 M + 2 H·P + 2 G·N + H] holds two halves of a gated MLP (M is mostly 0), z, x, B, C and dt.
+    conv1d_weight is [H·P + 2 G·N, W], D [H, P], or [H] with headdim = P. chunk_size changes nothing.
 
     Returns [B, T, M + H·P], or [.., E]; with return_final_states also the states [B, H, P, N] in f32.
     """
