@@ -69,19 +69,38 @@ void expand(const Node& op, std::int64_t begin, std::int64_t count, Resources& r
     }
 }
 
+// States of the sequences: where the first lies, and how far it is to the next.
+struct States {
+    float* data;
+    std::int64_t stride;
+};
+
+// Those that sequences begin from: where they are in the pool, or a copy in `to` where they lie in no order.
+States first_states(const Node& op, float* to) {
+    const auto* ids = static_cast<const std::int32_t*>(op.ids->data);
+    const std::int64_t step = op.sequences > 1 ? ids[1] - ids[0] : 0;
+    const auto at = [&](std::int64_t n) { return reinterpret_cast<float*>(row(op.states, 0, 0, ids[n])); };
+    bool ordered = step >= 0;
+    for (std::int64_t n = 1; n < op.sequences && ordered; ++n) ordered = ids[n] == ids[0] + n * step;
+    if (ordered) return {at(0), step * stride(op.states, 3)};
+    for (std::int64_t n = 0; n < op.sequences; ++n) std::copy_n(at(n), op.state_size(), to + n * op.state_size());
+    return {to, op.state_size()};
+}
+
 // Tokens [begin, begin + count) from one state to the next.
-std::string run(const Node& op, std::int64_t begin, std::int64_t count, float* from, float* to, Resources& resources) {
+std::string run(const Node& op, std::int64_t begin, std::int64_t count, const States& from, float* to,
+                Resources& resources) {
     expand(op, begin, count, resources);
     const std::int64_t n = op.sequences, values = op.heads * op.value_size;
     const auto keys = [&](const ggml_tensor* t) {
         return View(row(t, 0, begin, 0), f32, {n, count, op.groups, op.key_size},
                     {stride(t, 3), stride(t, 2), stride(t, 1), 1});
     };
-    const auto state = [&](float* data) {
-        return View(data, f32, {n, op.heads, op.value_size, op.key_size},
-                    {op.state_size(), op.value_size * op.key_size, op.key_size, 1});
+    const auto states = [&](const States& x) {
+        return View(x.data, f32, {n, op.heads, op.value_size, op.key_size},
+                    {x.stride, op.value_size * op.key_size, op.key_size, 1});
     };
-    View q = keys(op.c), k = keys(op.b), initial = state(from), final = state(to);
+    View q = keys(op.c), k = keys(op.b), initial = states(from), final = states({to, op.state_size()});
     View v(resources.values.data(), f32, {n, count, op.heads, op.value_size},
            {count * values, values, op.value_size, 1});
     View g(resources.gates.data(), f32, {n, count, op.heads}, {count * op.heads, op.heads, 1});
@@ -117,18 +136,12 @@ std::string compute_ssm_scan(const ggml_tensor* op, Resources& resources) {
     const Node x(op);
     const std::int64_t numbers = x.sequences * x.heads * x.value_size;
     const std::int64_t most = std::max(key_block, expanded_numbers / numbers / key_block * key_block);
-    float* from = nullptr;
+    States from{};
     return run_into_slots(x.tokens, x.slots, most, [&](std::int64_t begin, std::int64_t count, std::int64_t slot) {
         float* to = x.slot(slot);
-        if (begin == 0) {
-            from = to;
-            const auto* ids = static_cast<const std::int32_t*>(x.ids->data);
-            for (std::int64_t n = 0; n < x.sequences; ++n)
-                std::copy_n(reinterpret_cast<const float*>(row(x.states, 0, 0, ids[n])), x.state_size(),
-                            to + n * x.state_size());
-        }
+        if (begin == 0) from = first_states(x, to);
         std::string error = run(x, begin, count, from, to, resources);
-        from = to;
+        from = {to, x.state_size()};
         return error;
     });
 }
