@@ -13,6 +13,7 @@ namespace softdelta::diagnose {
 namespace {
 
 std::string describe(const Entry& entry) {
+    if (entry.mistake == Mistake::at_a_point) return std::string(entry.sentence) + " (" + entry.formula + ")";
     return std::string(entry.name) + ": " + entry.sentence + " (" + entry.formula + ")";
 }
 
@@ -32,21 +33,31 @@ std::string effect(const Ranking& ranking, const Candidate& c) {
 std::string describe_noise(const Distance& before) {
     const auto loud = std::count_if(before.blocks.begin(), before.blocks.end(), [](double x) { return x > 1; });
     return "the error is up to " + number(before.worst_block) + " times what rounding may cost, beyond it in " +
-           std::to_string(loud) + " of " + std::to_string(before.blocks.size()) +
-           " blocks, and no mistake of the catalogue has its pattern";
+           std::to_string(loud) + " of " + std::to_string(before.blocks.size()) + " blocks";
 }
 
 std::vector<std::string> conclude(const Ranking& ranking) {
     std::vector<std::string> text;
     if (ranking.noise) {
-        text.push_back("no mistake, only more noise than allowed");
-        text.push_back(describe_noise(ranking.before));
+        const std::string noise = describe_noise(ranking.before);
+        if (ranking.doubtful) {
+            text.push_back("more noise than allowed, or a mistake: too few errors show to tell");
+            text.push_back("it may be " + describe(*ranking.singles.front().entries.front()));
+            text.push_back(noise);
+        } else {
+            text.push_back("no mistake, only more noise than allowed");
+            text.push_back(noise + ", and no mistake has its pattern");
+        }
     } else if (ranking.explained()) {
         const Candidate& best = ranking.singles.front();
         text.push_back("one mistake explains it, " + describe(*best.entries.front()));
         add_scope(text, best.scope);
         text.push_back(effect(ranking, best));
-        for (const Entry* equal : best.equal) text.push_back("this input cannot tell it from " + describe(*equal));
+        constexpr std::size_t most = 3;
+        for (std::size_t i = 0; i < std::min(most, best.equal.size()); ++i)
+            text.push_back("this input cannot tell it from " + describe(*best.equal[i]));
+        if (best.equal.size() > most)
+            text.push_back("nor from " + std::to_string(best.equal.size() - most) + " other mistakes");
     } else if (ranking.explained_by_two()) {
         const Candidate& best = ranking.pairs.front();
         text.push_back("more than one mistake: no single one explains it, these two do");

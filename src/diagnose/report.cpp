@@ -69,8 +69,7 @@ Table ranked(const Ranking& ranking, std::size_t top) {
                        {number(c.left.worst_block)}});
         }
     };
-    if (!ranking.explained() && !ranking.pairs.empty()) add(ranking.pairs);
-    add(ranking.singles);
+    add(ranking.explained_by_two() ? ranking.pairs : ranking.singles);
     return table;
 }
 
@@ -127,12 +126,9 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     add("Where", "", indented(d.where));
     if (!d.stages.empty()) add("Which stage", "", stages(d));
     add("Results", "", findings(d).text(options.coloured));
-    add("Ranking", ", errors relative to what rounding may cost",
-        ranked(d.ranking, options.top).text(options.coloured));
-    if (!d.ranking.within_rounding.empty())
-        text.append("  within rounding on this input, not ranked: ")
-            .append(std::to_string(d.ranking.within_rounding.size()))
-            .append(" mistakes (--json lists them)\n");
+    if (!d.ranking.explained())
+        add("Ranking", ", errors relative to what rounding may cost",
+            ranked(d.ranking, options.top).text(options.coloured));
     return text;
 }
 

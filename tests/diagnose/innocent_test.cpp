@@ -2,7 +2,7 @@
 // kernels that make no mistake but more noise than allowed.
 //
 // SOFTDELTA_RIGHT_KERNELS: how many that sum gates in f32 (default 90); SOFTDELTA_NOISY: how many noisy ones (default
-// 40); SOFTDELTA_SEED: where the drawing starts (default 0).
+// 24); SOFTDELTA_SEED: where the drawing starts (default 0).
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -135,7 +135,7 @@ std::string add_noise(const io::Call& call, Draw& draw, Results& results) {
 }
 
 TEST(Innocent, MoreNoiseThanAllowed) {
-    const std::int64_t count = setting("SOFTDELTA_NOISY", 40), first = setting("SOFTDELTA_SEED", 0);
+    const std::int64_t count = setting("SOFTDELTA_NOISY", 24), first = setting("SOFTDELTA_SEED", 0);
     const std::vector<Mistake> delta = delta_mistakes(), attention = attention_mistakes();
     std::vector<std::string> convicted(static_cast<std::size_t>(count));
     std::vector<int> wrong(static_cast<std::size_t>(count));

@@ -36,7 +36,7 @@ struct Head {
 
 class SmallAttention {
   public:
-    SmallAttention(const io::Call& call, AttentionMistake mistake, AttentionMistake second)
+    SmallAttention(const io::Call& call, AttentionMistake mistake, AttentionMistake second, const Fault& fault)
         : call_(call),
           mistake_(mistake),
           second_(second),
@@ -53,7 +53,12 @@ class SmallAttention {
           scale_(static_cast<float>(std::isnan(call.attention_options.scale)
                                         ? 1 / std::sqrt(static_cast<double>(q_.size(3)))
                                         : call.attention_options.scale)),
-          sums_(call) {}
+          sums_(call),
+          fault_(fault) {
+        fault_.scale = scale_;
+        fault_.group = static_cast<float>(q_.size(2)) / static_cast<float>(k_.size(2));
+        scale_ = fault_.number("scale", scale_);
+    }
 
     Results run() {
         for (Index n = 0; n < sequence_count(); ++n)
@@ -63,6 +68,7 @@ class SmallAttention {
                 forward(x);
                 if (sums_.has("dq")) backward(x);
             }
+        write_faulty();
         return sums_.stored();
     }
 
@@ -87,20 +93,23 @@ class SmallAttention {
     }
 
     Span span(Index n) const;
-    Head load(const Span& s, Index h) const;
+    Head load(const Span& s, Index h);
     bool is_allowed(const Head& x, Index i, Index j) const;
     void keep_largest(Head& x) const;
     void lose_tiles(Head& x) const;
-    void score(Head& x) const;
+    void score(Head& x);
     void forward(Head& x);
     void backward(Head& x);
     void add_bias_gradient(const Head& x, const Matrix& ds);
+    void sum_by_tiles(const Head& x, Index i, float largest, Eigen::RowVectorXf& of_o, Eigen::RowVectorXf& of_l) const;
+    void write_faulty();
 
     const io::Call& call_;
     AttentionMistake mistake_, second_;
     Floats q_, k_, v_, mask_, bias_, sink_, alibi_, slopes_, do_, dlse_;
     float scale_;
     Sums sums_;
+    Faulty fault_;
 };
 
 Span SmallAttention::span(Index n) const {
@@ -150,12 +159,17 @@ void SmallAttention::lose_tiles(Head& x) const {
                 x.allowed.row(i).segment(j, std::min(tile, x.span.k_count - j)).setConstant(false);
 }
 
-Head SmallAttention::load(const Span& s, Index h) const {
+Head SmallAttention::load(const Span& s, Index h) {
     const Index heads = k_.size(2);
     Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    if (fault_.is("key head", "first head")) x.hk = 0;
+    if (fault_.is("key head", "head before")) x.hk = std::max<Index>(x.hk - 1, 0);
     x.q = q_.rows(s.batch, s.q_begin, s.q_count, h);
     x.k = k_.rows(s.batch, s.k_begin, s.k_count, x.hk);
     x.v = v_.rows(s.batch, s.k_begin, s.k_count, x.hk);
+    fault_.matrix("q", x.q);
+    fault_.matrix("k", x.k);
+    fault_.matrix("v", x.v);
     if (do_) x.d_o = do_.rows(s.batch, s.q_begin, s.q_count, h);
     x.allowed.resize(s.q_count, s.k_count);
     for (Index i = 0; i < s.q_count; ++i)
@@ -166,17 +180,18 @@ Head SmallAttention::load(const Span& s, Index h) const {
 }
 
 // s = softcap(scale q kᵀ) + bias
-void SmallAttention::score(Head& x) const {
+void SmallAttention::score(Head& x) {
     const auto cap = is(M::softcap_ignored) ? 0 : static_cast<float>(call_.attention_options.softcap);
     x.s = x.q * x.k.transpose();
     if (is(M::value_size_in_scale))
         x.s *= 1 / std::sqrt(static_cast<float>(v_.size(3)));
     else if (!is(M::scores_without_scale))
         x.s *= scale_;
+    fault_.matrix("q kᵀ", x.s);
     x.slope = Matrix::Ones(x.s.rows(), x.s.cols());
     for (Index i = 0; i < x.s.rows(); ++i)
         for (Index j = 0; j < x.s.cols(); ++j) {
-            const float b = (is(M::bias_scaled) ? scale_ : 1) * bias(x, i, j);
+            const float b = fault_.number("bias", (is(M::bias_scaled) ? scale_ : 1) * bias(x, i, j));
             if (is(M::softcap_after_bias)) x.s(i, j) += b;
             if (cap > 0) {
                 const float y = std::tanh(x.s(i, j) / cap);
@@ -185,6 +200,30 @@ void SmallAttention::score(Head& x) const {
             }
             if (!is(M::softcap_after_bias)) x.s(i, j) += b;
         }
+    fault_.matrix("slope", x.slope);
+}
+
+// Key tile by key tile, as a kernel that keeps a maximum, a sum and an o: of_o and of_l are the weights in either.
+void SmallAttention::sum_by_tiles(const Head& x, Index i, float largest, Eigen::RowVectorXf& of_o,
+                                  Eigen::RowVectorXf& of_l) const {
+    const Eigen::RowVectorXf rescaled = of_o;
+    Eigen::RowVectorXf kept = of_o;
+    float top = sink_ ? sink_[x.h] : -infinity;
+    const Index keys = x.span.k_count, last = (keys - 1) / tile;
+    for (Index t = 0; t * tile < keys; ++t) {
+        const Index end = std::min((t + 1) * tile, keys);
+        for (Index j = t * tile; j < end; ++j)
+            if (x.allowed(i, j)) top = std::max(top, x.s(i, j));
+        for (Index j = t * tile; j < end; ++j) kept(j) = x.allowed(i, j) ? rescaled(j) * std::exp(largest - top) : 0;
+    }
+    const auto choose = [&](const char* place, Eigen::RowVectorXf& weights) {
+        if (fault_.is(place, "not rescaled")) weights = kept;
+        for (Index j = 0; j < keys; ++j)
+            if ((fault_.is(place, "last only") && j / tile != last) || (fault_.is(place, "first only") && j >= tile))
+                weights(j) = 0;
+    };
+    choose("sum of o", of_o);
+    choose("sum of l", of_l);
 }
 
 void SmallAttention::forward(Head& x) {
@@ -200,12 +239,19 @@ void SmallAttention::forward(Head& x) {
         if (largest == -infinity) continue;
         Eigen::RowVectorXf p = (x.s.row(i).array() - largest).exp();
         p = x.allowed.row(i).select(p, Eigen::RowVectorXf::Zero(p.size()));
-        const float keys = p.sum(), sink = sink_ ? std::exp(sink_[x.h] - largest) : 0;
+        Eigen::RowVectorXf of_l = p;
+        sum_by_tiles(x, i, largest, p, of_l);
+        const float keys = fault_.number("l", of_l.sum()), sink = sink_ ? std::exp(sink_[x.h] - largest) : 0;
         const float sum = keys + (is(M::sink_not_in_sum) ? 0 : sink);
         x.largest(i) = largest, x.log_sum(i) = std::log(sum);
+        Matrix weights = p;
+        fault_.matrix("p", weights);
+        p = weights.row(0);
         x.o.row(i) = r(p) * x.v / (is(M::o_not_normalised) ? 1 : sum);
-        x.lse(i) = (is(M::lse_without_maximum) ? 0 : largest) + std::log(is(M::sink_not_in_lse) ? keys : sum);
+        x.lse(i) = fault_.number("m in lse", is(M::lse_without_maximum) ? 0 : largest) +
+                   fault_.number("ln l in lse", std::log(is(M::sink_not_in_lse) ? keys : sum));
     }
+    fault_.matrix("o", x.o);
     x.o = r(x.o);
     sums_["o"].rows(x.span.batch, x.span.q_begin, rows, x.h) = x.o;
     const Index first = (x.span.batch * q_.size(2) + x.h) * q_.size(1) + x.span.q_begin;
@@ -216,21 +262,25 @@ void SmallAttention::backward(Head& x) {
     const Span& s = x.span;
     const Index first = (s.batch * q_.size(2) + x.h) * q_.size(1) + s.q_begin;
     Matrix p = Matrix::Zero(s.q_count, s.k_count), ds = p;
-    const Matrix dp = x.d_o * x.v.transpose();
+    fault_.matrix("do", x.d_o);
+    Matrix dp = x.d_o * x.v.transpose();
+    fault_.matrix("dp", dp);
+    Matrix D = x.d_o.cwiseProduct(x.o).rowwise().sum();
+    fault_.matrix("D", D);
     bool lost = false;
     for (Index i = 0; i < s.q_count; ++i) {
         if (i % tile == 0 && is(M::rows_lost_after_dead_tile))
             lost = lost || !x.allowed.middleRows(i, std::min(tile, s.q_count - i)).any();
         if (x.lse(i) == -infinity || lost) continue;
-        const float dlse = dlse_ ? dlse_[first + i] : 0;
-        float delta = x.d_o.row(i).dot(x.o.row(i));
+        const float dlse = fault_.number("dlse", dlse_ ? dlse_[first + i] : 0);
+        float delta = D(i, 0);
         if (is(M::without_delta)) delta = 0;
         if (!is(M::dlse_ignored)) delta += is(M::dlse_sign) ? dlse : -dlse;
         const bool large = std::abs(x.lse(i)) > 1e5f;  // in f32 it has lost the logarithm of the sum
         for (Index j = 0; j < s.k_count; ++j) {
             if (!x.allowed(i, j) && !is(M::mask_ignored_backward)) continue;
             p(i, j) = large ? std::exp(x.s(i, j) - x.largest(i) - x.log_sum(i)) : std::exp(x.s(i, j) - x.lse(i));
-            ds(i, j) = p(i, j) * (dp(i, j) - delta);
+            ds(i, j) = fault_.number("p in ds", p(i, j)) * (dp(i, j) - delta);
         }
         if (!sink_) continue;
         const float weight = is(M::dsink_without_p) ? 1 : std::exp(sink_[x.h] - x.lse(i));
@@ -238,16 +288,75 @@ void SmallAttention::backward(Head& x) {
     }
     if (bias_) add_bias_gradient(x, ds);
     if (!is(M::without_softcap_slope)) ds = ds.cwiseProduct(x.slope);
+    fault_.matrix("ds", ds);
     ds = r(ds);
     const float dq_scale = is(M::dq_without_scale) ? 1 : is(M::dq_scaled_twice) ? scale_ * scale_ : scale_;
     const float dk_scale = is(M::dk_without_scale) ? 1 : is(M::dk_scaled_twice) ? scale_ * scale_ : scale_;
-    sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = dq_scale * (ds * x.k);
+    Matrix for_q = ds, for_k = ds, for_v = is(M::dv_from_ds) ? ds : p;
+    fault_.matrix("ds in dq", for_q);
+    fault_.matrix("ds in dk", for_k);
+    fault_.matrix("p in dv", for_v);
+    if (!is(M::dv_from_ds)) for_v = r(for_v);
+    for (Index i = 0; i < s.q_count; ++i)
+        for (Index j = 0; j < s.k_count; ++j) {
+            const bool first_keys = j < tile, last_keys = j / tile == (s.k_count - 1) / tile;
+            const bool first_rows = i < tile, last_rows = i / tile == (s.q_count - 1) / tile;
+            const auto skips = [&](const char* place, bool is_first, bool is_last) {
+                return (fault_.is(place, "first only") && !is_first) || (fault_.is(place, "last only") && !is_last);
+            };
+            if (skips("sum of dq", first_keys, last_keys)) for_q(i, j) = 0;
+            if (skips("sum of dk", first_rows, last_rows)) for_k(i, j) = 0;
+            if (skips("sum of dv", first_rows, last_rows)) for_v(i, j) = 0;
+        }
+    sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = dq_scale * (for_q * x.k);
     const auto add = [&](const char* name, const Matrix& d) {
         Rows rows = sums_[name].rows(s.batch, s.k_begin, s.k_count, x.hk);
-        rows = is(M::last_head_of_group) ? d : Matrix(rows + d);
+        const std::string place = std::string("sum over heads of ") + name;
+        if (is(M::last_head_of_group) || fault_.is(place.c_str(), "last only"))
+            rows = d;
+        else if (x.h % (q_.size(2) / k_.size(2)) == 0 || !fault_.is(place.c_str(), "first only"))
+            rows += d;
     };
-    add("dk", dk_scale * (ds.transpose() * x.q));
-    add("dv", (is(M::dv_from_ds) ? ds : r(p)).transpose() * x.d_o);
+    add("dk", dk_scale * (for_k.transpose() * x.q));
+    add("dv", for_v.transpose() * x.d_o);
+}
+
+// What is written, rows of a sequence after another.
+void SmallAttention::write_faulty() {
+    for (const std::string& name : io::output_names(call_)) {
+        const std::string place = name + ", as written";
+        if (!fault_.at(place.c_str())) continue;
+        const Floats& x = sums_[name];
+        const std::vector<std::int64_t> shape = io::output_shape(call_, name);
+        Index total = 1;
+        for (const std::int64_t size : shape) total *= size;
+        const Floats copy(shape);
+        for (Index i = 0; i < total; ++i) copy[i] = x[i];
+        if (shape.size() < 3 || name == "dbias") {
+            for (Index i = 0; i < total; ++i) x[i] = fault_.number(place.c_str(), x[i]);
+            continue;
+        }
+        const bool lse = name == "lse", keys = name == "dk" || name == "dv";
+        const Index heads = shape[lse ? 1 : 2];
+        for (Index n = 0; n < sequence_count(); ++n)
+            for (Index h = 0; h < heads; ++h) {
+                const Index from = fault_.change() == "first head"    ? 0
+                                   : fault_.change() == "head before" ? std::max<Index>(h - 1, 0)
+                                                                      : h;
+                const Span s = span(n);
+                const Index begin = keys ? s.k_begin : s.q_begin, count = keys ? s.k_count : s.q_count;
+                if (!lse) {
+                    Matrix rows = copy.rows(s.batch, begin, count, from);
+                    fault_.matrix(place.c_str(), rows);
+                    x.rows(s.batch, begin, count, h) = rows;
+                    continue;
+                }
+                Matrix column(count, 1);
+                for (Index i = 0; i < count; ++i) column(i, 0) = copy[(s.batch * heads + from) * shape[2] + begin + i];
+                fault_.matrix(place.c_str(), column);
+                for (Index i = 0; i < count; ++i) x[(s.batch * heads + h) * shape[2] + begin + i] = column(i, 0);
+            }
+    }
 }
 
 void SmallAttention::add_bias_gradient(const Head& x, const Matrix& ds) {
@@ -263,8 +372,9 @@ void SmallAttention::add_bias_gradient(const Head& x, const Matrix& ds) {
 
 }  // namespace
 
-Results run_small_attention(const io::Call& call, AttentionMistake mistake, AttentionMistake second) {
-    return SmallAttention(call, mistake, second).run();
+Results run_small_attention(const io::Call& call, AttentionMistake mistake, AttentionMistake second,
+                            const Fault& fault) {
+    return SmallAttention(call, mistake, second, fault).run();
 }
 
 }  // namespace softdelta::test

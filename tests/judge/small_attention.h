@@ -2,7 +2,7 @@
 // told to make one mistake or two or two. Shares nothing with what the judge runs.
 #pragma once
 
-#include "judge/floats.h"
+#include "judge/fault.h"
 
 namespace softdelta::test {
 
@@ -54,6 +54,6 @@ enum class AttentionMistake {
 };
 
 Results run_small_attention(const io::Call& call, AttentionMistake mistake = AttentionMistake::none,
-                            AttentionMistake second = AttentionMistake::none);
+                            AttentionMistake second = AttentionMistake::none, const Fault& fault = {});
 
 }  // namespace softdelta::test

@@ -25,6 +25,7 @@ const core::Rule& rule_of(const io::Call& call) {
 // Tokens of sequence n.
 struct Span {
     Index batch, begin, count;
+    Index sequence_begin, sequence_count;
 };
 
 // A gate and its derivatives by the raw gate and by A_log.
@@ -57,11 +58,13 @@ void sum_gates(GateSums how, Column&& x) {
 
 class SmallDelta {
   public:
-    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second, GateSums gate_sums)
+    SmallDelta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second, GateSums gate_sums,
+               const Fault& fault)
         : call_(call),
           chunk_size_(chunk_size),
           gate_sums_(gate_sums),
-          kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake, second},
+          fault_(fault),
+          kernel_{rule_of(call), 0, call.delta.q.dtype(), mistake, second, &fault_},
           q_(call.delta.q),
           k_(call.delta.k),
           p_(call.delta.p),
@@ -77,7 +80,9 @@ class SmallDelta {
           sums_(call) {
         const double scale = call.delta_options.scale;
         const Index size = is(M::value_size_in_scale) ? v_.size(3) : q_.size(3);
-        kernel_.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(size)) : scale);
+        fault_.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(size)) : scale);
+        fault_.group = static_cast<float>(v_.size(2)) / static_cast<float>(q_.size(2));
+        kernel_.scale = fault_.number("scale", fault_.scale);
     }
 
     Results run() {
@@ -87,6 +92,7 @@ class SmallDelta {
             if (!is(M::dk_without_norm)) differentiate_norm("dk", k_);
             if (sums_.has("dp")) differentiate_norm("dp", p_);
         }
+        write_faulty();
         return sums_.stored();
     }
 
@@ -94,15 +100,21 @@ class SmallDelta {
     using Chunks = std::vector<DeltaChunk>;
 
     bool is(DeltaMistake m) const { return kernel_.is(m); }
-    Index key_head(Index h) const { return is(M::head_modulo) ? h % q_.size(2) : h / (v_.size(2) / q_.size(2)); }
+    Index key_head(Index h) const {
+        const Index head = is(M::head_modulo) ? h % q_.size(2) : h / (v_.size(2) / q_.size(2));
+        return fault_.is("key head", "first head")    ? 0
+               : fault_.is("key head", "head before") ? std::max<Index>(head - 1, 0)
+                                                      : head;
+    }
     Index channels() const { return kernel_.rule.gate == core::Gate::channel ? q_.size(3) : 1; }
 
     Index sequence_count() const { return call_.delta.cu_seqlens ? call_.delta.cu_seqlens.count() - 1 : q_.size(0); }
     Span span(Index n) const {
-        if (!call_.delta.cu_seqlens) return {n, 0, q_.size(1)};
+        if (!call_.delta.cu_seqlens) return {n, 0, q_.size(1), 0, q_.size(1)};
         const Floats cumulative(call_.delta.cu_seqlens);
         const auto begin = static_cast<Index>(cumulative[n]);
-        return {0, begin, static_cast<Index>(cumulative[n + 1]) - begin};
+        const Index count = static_cast<Index>(cumulative[n + 1]) - begin;
+        return {0, begin, count, begin, count};
     }
     // States are [K, V] here.
     Matrix state(const Floats& t, Index n, Index h) const {
@@ -114,9 +126,21 @@ class SmallDelta {
         sums_[name].block(n, h) = transpose ? Matrix(S.transpose()) : S;
     }
 
-    Matrix key_rows(const Floats& t, const Span& s, Index h) const {
-        Matrix rows = t.rows(s.batch, s.begin, s.count, key_head(h));
-        if (!call_.delta_options.use_qk_l2norm_in_kernel || (&t == &q_ && is(M::q_without_norm))) return rows;
+    // An operand's rows, wherever a faulty kernel reads them.
+    Matrix rows_of(const char* name, const Floats& t, const Span& s, Index h) const {
+        Matrix rows(s.count, t.size(3));
+        for (Index i = 0; i < s.count; ++i) rows.row(i) = t.rows(s.batch, row_of(name, s, i), 1, h);
+        return rows;
+    }
+    Index row_of(const char* name, const Span& s, Index i) const {
+        return s.sequence_begin + fault_.row(name, s.begin + i - s.sequence_begin, s.sequence_count);
+    }
+
+    Matrix key_rows(const char* name, const Floats& t, const Span& s, Index h) const {
+        Matrix rows = rows_of(name, t, s, key_head(h));
+        const std::string norm = std::string("norm of ") + name;
+        if (!call_.delta_options.use_qk_l2norm_in_kernel && !fault_.is(norm.c_str(), "always")) return rows;
+        if (fault_.is(norm.c_str(), "missing") || (name == std::string("q") && is(M::q_without_norm))) return rows;
         for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
         return kernel_.r(rows);
     }
@@ -124,8 +148,10 @@ class SmallDelta {
     Gate gate(Index b, Index t, Index h, Index channel) const;
     float beta(Index b, Index t, Index h) const;
     float beta_slope(Index b, Index t, Index h) const;
-    DeltaChunk load_chunk(const Span& s, Index h) const;
-    void fill_gate(const Span& s, Index h, DeltaChunk& c) const;
+    DeltaChunk load_chunk(const Span& s, Index h);
+    void fill_gate(const Span& s, Index h, DeltaChunk& c);
+    void change_operand(const char* name, Matrix& x, const Vector& rows_beta);
+    void write_faulty();
 
     void run_head(Index h);
     void add_key_gradients(const Span& s, Index h, const DeltaChunk& c);
@@ -138,6 +164,7 @@ class SmallDelta {
     const io::Call& call_;
     Index chunk_size_;
     GateSums gate_sums_;
+    Faulty fault_;
     DeltaKernel kernel_;
     Floats q_, k_, p_, v_, g_, g_gamma_, beta_, initial_state_, A_log_, dt_bias_, do_, dfinal_state_;
     Sums sums_;
@@ -172,29 +199,56 @@ float SmallDelta::beta_slope(Index b, Index t, Index h) const {
     return beta(b, t, h) * static_cast<float>(sigmoid(-static_cast<double>(beta_.rows(b, t, 1, h)(0, 0))));
 }
 
-void SmallDelta::fill_gate(const Span& s, Index h, DeltaChunk& c) const {
+// Rows of operands are shifted where they are read.
+void SmallDelta::change_operand(const char* name, Matrix& x, const Vector& rows_beta) {
+    const Matrix shifted = x;
+    fault_.matrix(name, x, rows_beta);
+    if (fault_.is(name, "row before") || fault_.is(name, "row after")) x = shifted;
+}
+
+void SmallDelta::fill_gate(const Span& s, Index h, DeltaChunk& c) {
     constexpr double ln2 = 0.6931471805599453;
     const double unit = is(M::gate_exp2) ? ln2 : is(M::gate_over_ln2) ? 1 / ln2 : 1;
     c.G = c.E = MatrixD::Zero(s.count, channels());
     for (Index channel = 0; channel < channels(); ++channel)
         for (Index i = 0; i < s.count; ++i)
-            c.G(i, channel) = unit * std::max(gate(s.batch, s.begin + i, h, channel).g, -750.0);
+            c.G(i, channel) = unit * std::max(gate(s.batch, row_of("g", s, i), h, channel).g, -750.0);
+    if (fault_.at("g")) {
+        Matrix g = c.G.cast<float>();
+        change_operand("g", g, c.beta);
+        c.G = g.cast<double>();
+    }
     for (Index channel = 0; channel < channels(); ++channel) sum_gates(gate_sums_, c.G.col(channel));
     c.E = c.G;
-    if (kernel_.rule.erase != core::Erase::from_previous_state || is(M::erase_after_decay)) return;
-    c.E.row(0).setZero();
-    for (Index i = 1; i < s.count; ++i) c.E.row(i) = c.G.row(i - 1);
+    if (kernel_.rule.erase == core::Erase::from_previous_state && !is(M::erase_after_decay)) {
+        c.E.row(0).setZero();
+        for (Index i = 1; i < s.count; ++i) c.E.row(i) = c.G.row(i - 1);
+    }
+    c.G = fault_.exponent("G", c.G);
+    c.E = fault_.exponent("E", c.E);
 }
 
-DeltaChunk SmallDelta::load_chunk(const Span& s, Index h) const {
+DeltaChunk SmallDelta::load_chunk(const Span& s, Index h) {
     DeltaChunk c;
-    c.q = key_rows(q_, s, h);
-    c.k = key_rows(k_, s, h);
-    c.p = p_ ? key_rows(p_, s, h) : c.k;
-    c.v = v_.rows(s.batch, s.begin, s.count, h);
+    c.q = key_rows("q", q_, s, h);
+    c.k = key_rows("k", k_, s, h);
+    if (fault_.is("q", "swapped with k")) std::swap(c.q, c.k);
+    c.v = rows_of("v", v_, s, h);
     if (do_) c.d_o = do_.rows(s.batch, s.begin, s.count, h);
-    c.beta.resize(s.count);
-    for (Index i = 0; i < s.count; ++i) c.beta(i) = beta(s.batch, s.begin + i, h);
+    Matrix column(s.count, 1);
+    for (Index i = 0; i < s.count; ++i) column(i, 0) = beta(s.batch, row_of("β", s, i), h);
+    c.beta = column.col(0);
+    change_operand("β", column, c.beta);
+    c.beta = column.col(0);
+    change_operand("q", c.q, c.beta);
+    change_operand("k", c.k, c.beta);
+    c.p = p_ ? key_rows("p", p_, s, h) : c.k;
+    if (p_)
+        change_operand("p", c.p, c.beta);
+    else
+        fault_.matrix("k in L and w", c.p, c.beta);
+    fault_.matrix("k in score", c.k, c.beta);
+    change_operand("v", c.v, c.beta);
     fill_gate(s, h, c);
     return c;
 }
@@ -205,10 +259,11 @@ void SmallDelta::run_head(Index h) {
     const auto part = [&](Index n, std::size_t i) {
         const Span s = span(n);
         const Index at = static_cast<Index>(i) * chunk_size_;
-        return Span{s.batch, s.begin + at, std::min(chunk_size_, s.count - at)};
+        return Span{s.batch, s.begin + at, std::min(chunk_size_, s.count - at), s.begin, s.count};
     };
     Matrix S;
     for (Index n = 0; n < sequence_count(); ++n) {
+        fault_.restart();
         if (!is(M::state_leaks) || n == 0) {
             const Index from = is(M::initial_state_of_first) ? 0 : n;
             S = state(is(M::initial_state_ignored) ? Floats() : initial_state_, from, h);
@@ -228,6 +283,7 @@ void SmallDelta::run_head(Index h) {
 
     Eigen::RowVectorXf dg_running = Eigen::RowVectorXf::Zero(channels());
     for (Index n = sequence_count(); n-- > 0;) {
+        fault_.restart();
         if (!is(M::dg_through_sequences)) dg_running.setZero();
         Matrix dS = state(is(M::dfinal_state_ignored) ? Floats() : dfinal_state_, n, h);
         Chunks& sequence = chunks[static_cast<std::size_t>(n)];
@@ -251,7 +307,12 @@ void SmallDelta::run_head(Index h) {
 void SmallDelta::add_key_gradients(const Span& s, Index h, const DeltaChunk& c) {
     const auto add = [&](const char* name, const Matrix& d) {
         Rows rows = sums_[name].rows(s.batch, s.begin, s.count, key_head(h));
-        rows = is(M::last_head_of_group) ? d : Matrix(rows + d);
+        const std::string place = std::string("sum over heads of ") + name;
+        const bool first = h == 0 || key_head(h - 1) != key_head(h);
+        if (is(M::last_head_of_group) || fault_.is(place.c_str(), "last only"))
+            rows = d;
+        else if (first || !fault_.is(place.c_str(), "first only"))
+            rows += d;
     };
     add("dq", c.dq);
     add("dk", p_ || is(M::dk_without_p_path) ? c.dk : Matrix(c.dk + c.dp));
@@ -272,6 +333,8 @@ void SmallDelta::add_gate_gradients(const Span& s, Index h, const DeltaChunk& c,
     for (Index from_last = 0; from_last < s.count; ++from_last) {
         const Index i = is(M::dg_forward_sum) ? from_last : s.count - 1 - from_last;
         const Eigen::RowVectorXf later = running;
+        if (fault_.is("sum of dg", "not summed") || (fault_.is("sum of dg", "summed by 16 rows") && i % 16 == 15))
+            running.setZero();
         running += c.dg.row(i) + c.dg_erase.row(i);
         for (Index channel = 0; channel < channels(); ++channel) {
             const float inclusive = running(channel) - (previous ? c.dg_erase(i, channel) : 0);
@@ -295,6 +358,40 @@ void SmallDelta::add_to_parameter(const std::string& name, Index i, float d) {
     sums_[name][i] = static_cast<float>(sum[static_cast<std::size_t>(i)] += static_cast<double>(d));
 }
 
+// What is written, one result after the other: rows of a sequence, or states.
+void SmallDelta::write_faulty() {
+    for (const std::string& name : io::output_names(call_)) {
+        const std::string place = name + ", as written";
+        if (!fault_.at(place.c_str())) continue;
+        const Floats& x = sums_[name];
+        const std::vector<std::int64_t> shape = io::output_shape(call_, name);
+        if (shape.size() < 3) {
+            for (Index i = 0; i < shape[0]; ++i) x[i] = fault_.number(place.c_str(), x[i]);
+            continue;
+        }
+        const bool state = name == "final_state" || name == "dinitial_state";
+        Index total = 1;
+        for (const std::int64_t size : shape) total *= size;
+        const Floats copy(shape);
+        for (Index i = 0; i < total; ++i) copy[i] = x[i];
+        const Index heads = shape[state ? 1 : 2];
+        for (Index n = 0; n < sequence_count(); ++n)
+            for (Index h = 0; h < heads; ++h) {
+                const Index from = fault_.change() == "first head"    ? 0
+                                   : fault_.change() == "head before" ? std::max<Index>(h - 1, 0)
+                                                                      : h;
+                const Index m = fault_.change() == "first sequence" ? 0 : n;
+                const Span s = span(n);
+                Matrix rows = state ? Matrix(copy.block(m, from)) : Matrix(copy.rows(s.batch, s.begin, s.count, from));
+                fault_.matrix(place.c_str(), rows);
+                if (state)
+                    x.block(n, h) = rows;
+                else
+                    x.rows(s.batch, s.begin, s.count, h) = rows;
+            }
+    }
+}
+
 // y = x r: dx = r (dy − y Σ dy∘y)
 void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
     for (Index b = 0; b < x.size(0); ++b)
@@ -312,8 +409,8 @@ void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
 }  // namespace
 
 Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second,
-                        GateSums sums) {
-    return SmallDelta(call, mistake, chunk_size, second, sums).run();
+                        GateSums sums, const Fault& fault) {
+    return SmallDelta(call, mistake, chunk_size, second, sums, fault).run();
 }
 
 }  // namespace softdelta::test

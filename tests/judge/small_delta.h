@@ -3,7 +3,7 @@
 // runs.
 #pragma once
 
-#include "judge/floats.h"
+#include "judge/fault.h"
 
 namespace softdelta::test {
 
@@ -89,6 +89,7 @@ enum class DeltaMistake {
 enum class GateSums { f64, f32, f32_scan, f32_rounded, f32_log2 };
 
 Results run_small_delta(const io::Call& call, DeltaMistake mistake = DeltaMistake::none, Index chunk_size = 64,
-                        DeltaMistake second = DeltaMistake::none, GateSums sums = GateSums::f64);
+                        DeltaMistake second = DeltaMistake::none, GateSums sums = GateSums::f64,
+                        const Fault& fault = {});
 
 }  // namespace softdelta::test

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/delta_rule.h"
+#include "judge/fault.h"
 #include "judge/small_delta.h"
 
 namespace softdelta::test {
@@ -15,6 +16,7 @@ struct DeltaKernel {
     float scale;
     DType storage;
     DeltaMistake mistake, second = DeltaMistake::none;
+    Faulty* fault = nullptr;
 
     bool is(DeltaMistake m) const { return mistake == m || second == m; }
     Matrix r(const Matrix& x) const { return round_to(storage, x); }

@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "diagnose/catalogue/places.h"
+
 namespace softdelta::diagnose {
 
 namespace {
@@ -26,7 +28,8 @@ std::string catalogue_page() {
 - **Where**: which rows, heads, sequences and chunks have errors beyond rounding; constant factors. `--plot FILE.svg` draws them.
 - **Which stage**: the first wrong intermediate in the order of data flow, if the dump has some under the names of
   [stages.md](stages.md).
-- **Which mistake**: each entry of the catalogue below is computed in f64 on the dump's inputs and compared with its results.
+- **Which mistake**: each mistake below is computed in f64 on the dump's inputs and compared with its results. Those without a
+  name are changes at places.
 
 The exit status is that of `verify`. `--json` prints the same for programs.
 
@@ -44,20 +47,21 @@ An entry *explains* a dump when all of this holds:
   its pattern. With errors fitted in each block, Σ n/2·log(before² / left²) over blocks of n independent errors must
   exceed log(entries) + 3.
 
-If no entry beats noise, and the error is no constant factor, the report says "no mistake, only more noise than allowed".
-Otherwise, if no entry explains the dump, the four best are tried together with every other entry.
+If no name leaves only rounding, changes at places are tried, likeliest first. A place whose loss would show in a right result,
+or not in a wrong one, is excluded; so are factors unlike the error's share of what the loss changes.
+
+If nothing beats noise, no pattern fits by more than 3 σ (as the best of so many), and the error is no constant factor, the report
+says "no mistake, only more noise than allowed". If nothing explains the dump, the four best are tried with every other.
 
 Entries that give the same results on this input stand beside the best. Entries that change less than rounding may are not ranked.
 
-A mistake of the forward pass reaches the gradients through what that pass saves. It is also tried with right gradients, and
-with right outputs.
+A mistake of the forward pass is also tried with right gradients, and with right outputs.
 
 ## Large calls
 
-If trying all mistakes takes more than 2·10¹¹ multiply-adds, a part of the call is examined: some sequences, and some key
-heads with all heads that read them. Results of that part are exactly those of the whole call. The part has what differs
-most from the library's own fast path, and what differs least. The report says what was examined. Results that sum over more than the part (dbias over heads, dA_log over sequences) are
-left out. `softdelta verify` judges the whole call.
+If trying the names takes more than 2·10¹¹ multiply-adds, the report says which part of the call was examined: some sequences,
+and some key heads with all heads that read them. It has what differs most from the library's own fast path, and what differs
+least. Results that sum over more (dbias over heads, dA_log over sequences) are left out. `softdelta verify` judges the whole.
 
 On 2 cores (AMD Zen 5), B1 T4096 H32 D128 takes 34 to 37 s and 0.84 GB for gated_delta_rule (two heads examined).
 Causal attention with 8 key heads takes 80 s (one examined).
@@ -69,6 +73,7 @@ Causal attention with 8 key heads takes 80 s (one examined).
     page << "\n## Attention: " << attention_entries().size()
          << " mistakes\n\ni' is the key on the diagonal of row i; dp = do vᵀ.\n\n";
     write_table(page, attention_entries());
+    page << "\n## Changes at places\n\n" << places_page();
     return page.str();
 }
 

@@ -17,6 +17,7 @@ struct Entry {
     const char* source;    // of the right formula, or of the mistake
     Phase from = Phase::forward;
     bool (*applies)(const io::Call&) = nullptr;  // whether a call can have it; null: every call
+    Point point{};                               // of Mistake::at_a_point
 };
 
 std::span<const Entry> delta_entries();

@@ -1,8 +1,13 @@
-// The mistakes that the catalogue knows, and a set of them that a run makes.
+// The mistakes that the catalogue knows by name, and a set of them, and of points, that a run makes.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <bitset>
 #include <cstddef>
+#include <span>
+
+#include "diagnose/catalogue/point.h"
 
 namespace softdelta::diagnose {
 
@@ -125,6 +130,7 @@ enum class Mistake {
     dbias_rounded_by_tile,
     dsink_sign,
     dsink_without_p,
+    at_a_point,  // any change at a place; Point says which
     count
 };
 
@@ -136,8 +142,18 @@ class Mistakes {
     void add(Mistake m) { bits_.set(static_cast<std::size_t>(m)); }
     bool has(Mistake m) const { return bits_.test(static_cast<std::size_t>(m)); }
 
+    static constexpr std::size_t most_points = 2;
+    void add(const Point& point) { points_[count_++] = point; }
+    std::span<const Point> points() const { return {points_.data(), count_}; }
+    bool has(const Point& point) const { return std::ranges::find(points(), point) != points().end(); }
+    bool changes(std::string_view place) const {
+        return std::ranges::find(points(), place, &Point::place) != points().end();
+    }
+
   private:
     std::bitset<static_cast<std::size_t>(Mistake::count)> bits_;
+    std::array<Point, most_points> points_{};
+    std::size_t count_ = 0;
 };
 
 }  // namespace softdelta::diagnose

@@ -24,6 +24,14 @@ Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b, doubl
     for (std::int64_t o = 0; o < blocks.outer; ++o)
         for (std::int64_t r = 0; r < blocks.range_count(); ++r)
             blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                if (b != nullptr && infinite == HUGE_VAL) {
+                    using Run = Eigen::Map<const Eigen::VectorXd>;
+                    const double square = (Run(&a[first], n) - Run(&(*b)[first], n)).squaredNorm();
+                    if (std::isfinite(square)) {
+                        sums.squares[static_cast<std::size_t>(block)] += square;
+                        return;
+                    }
+                }
                 for (std::int64_t i = first; i < first + n; ++i) {
                     const double x = stored(a[i], infinite), y = b != nullptr ? stored((*b)[i], infinite) : 0,
                                  e = x - y;
@@ -108,6 +116,38 @@ double Observation::scaled_part() const {
     return all > 0 ? explained / all : 0;
 }
 
+// Σ over blocks of what each says of a common multiple; errors of a block are as large as those that it has, and only
+// so many of them independent.
+Fit Observation::fit(const Results& mistaken, Scope scope) const {
+    double products = 0, effects = 0, errors = 0, variance = 0;
+    std::size_t next = 0;
+    for (const auto& [name, noise] : noise_) {
+        const Dense &actual = actual_.at(name), &truth = truth_.at(name);
+        const Dense& changed = is_within(scope, name) ? mistaken.at(name) : truth;
+        const auto size = static_cast<std::size_t>(noise.blocks.count());
+        std::vector<double> product(size), effect(size), error(size);
+        for (std::int64_t o = 0; o < noise.blocks.outer; ++o)
+            for (std::int64_t r = 0; r < noise.blocks.range_count(); ++r)
+                noise.blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
+                    const auto b = static_cast<std::size_t>(block);
+                    for (std::int64_t i = first; i < first + n; ++i) {
+                        const double e = actual[i] - truth[i], d = changed[i] - truth[i];
+                        if (!std::isfinite(e) || !std::isfinite(d)) continue;
+                        product[b] += e * d, effect[b] += d * d, error[b] += e * e;
+                    }
+                });
+        for (std::size_t b = 0; b < size; ++b) {
+            const double independent = independent_[next++], unit = noise.of_block[b] * noise.of_block[b];
+            if (!(unit > 0) || !std::isfinite(unit) || !(independent > 0)) continue;
+            products += product[b] / unit, effects += effect[b] / unit, errors += error[b] / unit;
+            variance += effect[b] / unit * (error[b] / unit) / independent;
+        }
+    }
+    if (!(effects > 0) || !(errors > 0) || !(variance > 0)) return {};
+    return {products / effects, std::abs(products) / std::sqrt(effects * errors),
+            std::abs(products) / std::sqrt(variance)};
+}
+
 Results Observation::limit(Results mistaken, Scope scope) const {
     for (const auto& [name, truth] : truth_)
         if (!is_within(scope, name)) mistaken.at(name) = truth;
@@ -132,6 +172,8 @@ Distance Observation::between(const Results& mistaken, Scope scope, const Result
             distance.cost += std::log1p(ratio);
             distance.blocks.back() = std::sqrt(ratio);
             distance.worst_block = std::max(distance.worst_block, distance.blocks.back());
+            double& worst = distance.worst_blocks[name];
+            worst = std::max(worst, distance.blocks.back());
             squares += ratio * n * variance;
             allowed += variance * n;
         }

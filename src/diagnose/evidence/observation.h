@@ -15,11 +15,19 @@ enum class Scope { both, forward, backward };
 
 // How far two sets of results are apart.
 struct Distance {
-    double cost = 0;                        // Σ over blocks of log(1 + (difference / noise)²)
-    double worst_block = 0;                 // difference / noise
-    std::vector<double> blocks;             // difference / noise of every block of every result
-    std::map<std::string, double> results;  // difference / noise of a result as a whole
+    double cost = 0;                             // Σ over blocks of log(1 + (difference / noise)²)
+    double worst_block = 0;                      // difference / noise
+    std::vector<double> blocks;                  // difference / noise of every block of every result
+    std::map<std::string, double> results;       // difference / noise of a result as a whole
+    std::map<std::string, double> worst_blocks;  // and in its worst block
     std::string worst_result() const;
+};
+
+// The error before, as a multiple of what a mistake changes.
+struct Fit {
+    double times = 0;        // 1: the mistake itself; of a lost part, 1 − f when the part is multiplied by f
+    double correlation = 0;  // 0 to 1
+    double sigma = 0;        // how far beyond noise of any size that multiple is
 };
 
 class Observation {
@@ -34,6 +42,7 @@ class Observation {
     const std::vector<double>& independent() const { return independent_; }
     // Of the error in blocks beyond rounding, the part of its square that a constant factor explains: 0 to 1.
     double scaled_part() const;
+    Fit fit(const Results& mistaken, Scope scope) const;
     const Results& actual() const { return actual_; }
     const Results& truth() const { return truth_; }
 

@@ -1,9 +1,16 @@
 #include "diagnose/evidence/rank.h"
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
+#include <iterator>
+#include <map>
 #include <mutex>
+#include <set>
 
 #include "core/parallel.h"
+#include "diagnose/catalogue/places.h"
+#include "diagnose/replay/changer.h"
 #include "diagnose/replay/mistaken.h"
 #include "diagnose/sampling/select.h"
 
@@ -11,12 +18,13 @@ namespace softdelta::diagnose {
 
 namespace {
 
-constexpr double seen = 1;           // an effect below this, relative to noise, does not show
-constexpr double small = 2;          // nor does what is left below this,
-constexpr double small_part = 0.01;  // or below this part of the error before: a mistake may amplify rounding
-constexpr double indistinct = 0.2;   // two mistakes whose results differ by less are told apart by luck only
-constexpr std::size_t seeds = 4;     // single mistakes that pairs are made with
-constexpr double pair_share = 2;     // of the work that single mistakes may take
+constexpr double seen = 1;            // an effect below this, relative to noise, does not show
+constexpr double small = 2;           // nor does what is left below this,
+constexpr double small_part = 0.01;   // or below this part of the error before: a mistake may amplify rounding
+constexpr double indistinct = 0.2;    // two mistakes whose results differ by less are told apart by luck only
+constexpr std::size_t seeds = 4;      // single mistakes that pairs are made with
+constexpr double change_share = 0.4;  // of the work that single mistakes may take, those with names not counted
+constexpr double pair_share = 0.5;
 
 constexpr double loud = 4;         // noise is not larger than this, relative to what rounding may cost
 constexpr double most_part = 0.5;  // of the squared error, which a mistake must take away
@@ -55,6 +63,26 @@ bool improves(std::size_t tried, double evidence, const Distance& before, const 
     return likelier && has < most_part * had;
 }
 
+// The error is as large as what the mistake changes, or as what another factor of the part would.
+bool is_of_size(const Candidate& c) {
+    const bool any_factor = c.entries.front()->point.change == Change::missing;
+    return any_factor ? std::abs(c.fit.times) > 0.2 && std::abs(c.fit.times) < 10
+                      : c.fit.times > 0.7 && c.fit.times < 1.4;
+}
+
+// Hardly anything but rounding is left, more than 3 σ beyond noise if only this one had been tried.
+bool has_pattern(const Distance& before, const Candidate& c) {
+    constexpr double nearly_all = 0.1, sigmas = 3;
+    double had = 0, has = 0;
+    for (std::size_t i = 0; i < before.blocks.size(); ++i) {
+        if (before.blocks[i] <= 1) continue;
+        had += before.blocks[i] * before.blocks[i];
+        has += c.left.blocks[i] * c.left.blocks[i];
+    }
+    return c.left.worst_block < seen && has < nearly_all * had &&
+           std::max(c.fit.sigma, std::sqrt(2 * std::max(c.evidence, 0.0))) > sigmas;
+}
+
 // Candidates tried on all threads.
 class Trial {
   public:
@@ -62,7 +90,8 @@ class Trial {
           const Progress& progress)
         : call_(call), observation_(observation), before_(before), threads_(threads), progress_(progress) {}
 
-    std::vector<Candidate> run(const std::vector<std::vector<const Entry*>>& sets, const char* step) const {
+    std::vector<Candidate> run(const std::vector<std::vector<const Entry*>>& sets, std::size_t tried,
+                               const char* step) const {
         std::vector<Candidate> candidates(sets.size());
         std::mutex showing;
         std::size_t done = 0;
@@ -72,10 +101,16 @@ class Trial {
                 const Results results = call_.run(sets[i]);
                 Candidate& c = candidates[i];
                 c.entries = sets[i];
-                c.effect = observation_.between(results, Scope::both, observation_.truth()).worst_block;
+                const Distance effect = observation_.between(results, Scope::both, observation_.truth());
+                c.effect = effect.worst_block;
+                c.reaches = effect.results;
                 choose_scope(results, c);
+                c.fit = observation_.fit(results, c.scope);
+                if (c.scope != Scope::both)
+                    if (const Fit fit = observation_.fit(results, Scope::both); fit.correlation > c.fit.correlation)
+                        c.fit = fit;
                 c.evidence = compare_with_noise(observation_.independent(), before_, c.left);
-                c.improves = improves(sets.size(), c.evidence, before_, c.left);
+                c.improves = improves(tried, c.evidence, before_, c.left);
                 c.explains = c.improves && fits(before_, c.left);
                 const std::lock_guard lock(showing);
                 if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
@@ -86,30 +121,45 @@ class Trial {
 
     // Both passes, unless the mistake in one of them alone is much nearer to the dump.
     void choose_scope(const Results& results, Candidate& c) const {
-        constexpr double much = 0.7;
+        constexpr double much = 0.7, less = 0.99;
         c.left = observation_.to(results, Scope::both);
         for (const Scope scope : {Scope::forward, Scope::backward}) {
             if (fits(before_, c.left)) break;
             Distance left = observation_.to(results, scope);
-            if (left.cost > much * c.left.cost || !(left.cost < before_.cost)) continue;
+            if (left.cost > much * c.left.cost || !(left.cost < less * before_.cost)) continue;
             c.left = std::move(left);
             c.scope = scope;
         }
     }
 
-    // Finds the candidates whose results are those of the best.
+    // Finds the candidates whose results are those of the best. First among them comes one with a name of its own, then
+    // one that both passes make.
     void find_equal(std::vector<Candidate>& candidates) const {
         constexpr double near = 0.05;  // of the cost
         if (candidates.empty()) return;
-        Candidate& best = candidates.front();
-        const Results results = observation_.limit(call_.run(best.entries), best.scope);
+        const auto results_of = [this](const Candidate& c) {
+            return observation_.limit(call_.run(c.entries), c.scope);
+        };
+        const auto plain = [](const Candidate& c) {
+            return std::pair(c.entries.back()->mistake == Mistake::at_a_point, c.scope != Scope::both);
+        };
+        const Candidate& best = candidates.front();
+        const Results results = results_of(best);
+        std::vector<std::size_t> equal = {0};
+        std::size_t plainest = 0;
         for (std::size_t i = 1; i < candidates.size(); ++i) {
             const Candidate& other = candidates[i];
             if (other.left.cost > best.left.cost * (1 + near) + near) break;
-            if (other.scope != best.scope) continue;
-            if (observation_.between(call_.run(other.entries), best.scope, results).worst_block < indistinct)
-                best.equal.push_back(other.entries.back());
+            if (observation_.between(results_of(other), Scope::both, results).worst_block >= indistinct) continue;
+            equal.push_back(i);
+            if (other.explains == best.explains && plain(other) < plain(candidates[plainest])) plainest = i;
         }
+        std::vector<const Entry*> others;
+        for (const std::size_t i : equal)
+            if (i != plainest) others.push_back(candidates[i].entries.back());
+        const auto first = candidates.begin(), chosen = first + static_cast<Index>(plainest);
+        std::rotate(first, chosen, chosen + 1);
+        candidates.front().equal = others;
     }
 
   private:
@@ -124,6 +174,98 @@ void sort(std::vector<Candidate>& candidates) {
     std::stable_sort(candidates.begin(), candidates.end(),
                      [](const Candidate& a, const Candidate& b) { return a.left.cost < b.left.cost; });
 }
+
+bool is_forward(const std::string& result) {
+    return result == "o" || result == "lse" || result == "final_state";
+}
+
+// Changes at places, likeliest first. What is right limits the places: a part whose loss would show in a right result
+// is not it. The loss of a part has the pattern of all factors that it may have; those are tried only where it fits.
+class Search {
+  public:
+    Search(const io::Call& call, const Trial& trial, const Distance& before)
+        : call_(call), trial_(trial), before_(before) {
+        const Tensor& q = call.is_attention ? call.attention.q : call.delta.q;
+        const Tensor& v = call.is_attention ? call.attention.k : call.delta.v;
+        const double given = call.is_attention ? call.attention_options.scale : call.delta_options.scale;
+        scale_ = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(q.shape(3))) : given;
+        group_ = static_cast<double>(std::max(q.shape(2), v.shape(2))) /
+                 static_cast<double>(std::min(q.shape(2), v.shape(2)));
+        for (const auto& [name, worst] : before.worst_blocks) {
+            forward_wrong_ = forward_wrong_ || (is_forward(name) && worst > seen);
+            if (worst < seen) right_.insert(name);
+        }
+    }
+
+    // `most` changes, after the loss of every place.
+    std::vector<Candidate> run(double most) {
+        std::vector<std::vector<const Entry*>> first, others;
+        for (const Entry& entry : points_of(call_)) {
+            if (!may_be(entry)) continue;
+            if (entry.point.change == Change::missing)
+                first.push_back({&entry});
+            else
+                others.push_back({&entry});
+        }
+        tried_ = first.size() + others.size();
+        std::vector<Candidate> found = trial_.run(first, tried_, "places");
+        std::map<std::string_view, const Candidate*> of_place;
+        for (const Candidate& c : found) of_place[c.entries.front()->point.place] = &c;
+        std::erase_if(others, [&](const std::vector<const Entry*>& set) {
+            const auto lost = of_place.find(set.front()->point.place);
+            return lost != of_place.end() && !may_be_like(*set.front(), *lost->second);
+        });
+        const auto alike = [&](const std::vector<const Entry*>& set) {
+            const auto lost = of_place.find(set.front()->point.place);
+            return lost == of_place.end() ? 1 : lost->second->fit.correlation;
+        };
+        std::ranges::stable_sort(others, std::greater<>(), alike);
+        if (static_cast<double>(others.size()) > most) others.resize(static_cast<std::size_t>(most));
+        std::vector<Candidate> changed = trial_.run(others, tried_, "changes");
+        found.insert(found.end(), std::move_iterator(changed.begin()), std::move_iterator(changed.end()));
+        return found;
+    }
+    std::size_t tried() const { return tried_; }
+
+  private:
+    bool may_be(const Entry& entry) const {
+        if (entry.applies != nullptr && !entry.applies(call_)) return false;
+        constexpr std::string_view suffix = ", as written";
+        if (entry.point.place.ends_with(suffix))
+            return right_.count(std::string(entry.point.place.substr(0, entry.point.place.size() - suffix.size()))) ==
+                   0;
+        return !forward_wrong_ || entry.from <= Phase::forward;
+    }
+    // Whether an error may be that of a change at a place whose loss is known.
+    bool may_be_like(const Entry& entry, const Candidate& lost) const {
+        constexpr double clear = 10, small_reach = 0.01;
+        for (const auto& [result, reached] : lost.reaches) {
+            const bool of_pass = is_forward(result) == forward_wrong_;
+            if (of_pass && !is_local(entry.point.change) && right_.count(result) != 0 && reached > clear) return false;
+            const double error = before_.results.at(result);
+            if (of_pass && error > clear && reached < std::max(seen, small_reach * error)) return false;
+        }
+        const Change change = entry.point.change;
+        if (!is_factor(change)) return true;
+        // Results are linear in parts of the backward pass, save for what goes from chunk to chunk; not in those of the
+        // forward pass, least of all in gates and in what is exponentiated.
+        if (entry.from < Phase::backward)
+            return call_.is_attention || entry.point.place == "g" || lost.fit.correlation > 0.2;
+        if (lost.fit.correlation < 0.3) return false;
+        if (change == Change::times_beta || change == Change::over_beta) return true;
+        constexpr double near = 3;
+        const double part = lost.fit.times / (1 - factor_of(change, scale_, group_));
+        return part > 1 / near && part < near;
+    }
+
+    const io::Call& call_;
+    const Trial& trial_;
+    const Distance& before_;
+    double scale_ = 1, group_ = 1;
+    bool forward_wrong_ = false;
+    std::set<std::string> right_;
+    std::size_t tried_ = 0;
+};
 
 // Each of the best mistakes with every other, the most likely pairs first.
 std::vector<std::vector<const Entry*>> likely_pairs(const std::vector<Candidate>& singles) {
@@ -163,27 +305,44 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
     const int useful = core::useful_threads(threads, all_sets);
     const MistakenCall mistaken(call, useful);
     const Trial trial(mistaken, observation, ranking.before, useful, progress);
-    for (Candidate& c : trial.run(sets, "mistakes"))
-        if (c.effect == 0)
-            ranking.no_effect.push_back(c.entries.front());
-        else if (c.effect < seen)
-            ranking.within_rounding.push_back(c.entries.front());
-        else
-            ranking.singles.push_back(std::move(c));
+    std::size_t tried = sets.size();
+    const auto sort_out = [&](std::vector<Candidate> candidates) {
+        for (Candidate& c : candidates)
+            if (c.effect == 0)
+                ranking.no_effect.push_back(c.entries.front());
+            else if (c.effect < seen)
+                ranking.within_rounding.push_back(c.entries.front());
+            else
+                ranking.singles.push_back(std::move(c));
+    };
+    sort_out(trial.run(sets, tried, "mistakes"));
     sort(ranking.singles);
+    if (!ranking.explained() || ranking.singles.front().left.worst_block > seen) {
+        Search search(call, trial, ranking.before);
+        std::vector<Candidate> points = search.run(1 + change_share * work / work_of(call));
+        std::erase_if(points, [](const Candidate& c) { return c.effect < seen; });
+        tried += search.tried();
+        sort_out(std::move(points));
+        sort(ranking.singles);
+    }
     trial.find_equal(ranking.singles);
-    ranking.noise =
-        ranking.before.worst_block < loud && observation.scaled_part() < most_part &&
-        std::none_of(ranking.singles.begin(), ranking.singles.end(), [](const Candidate& c) { return c.improves; });
+    const double far = std::sqrt(9 + 2 * std::log(static_cast<double>(tried)));  // 3 σ, as the best of so many
+    ranking.noise = ranking.before.worst_block < loud && observation.scaled_part() < most_part &&
+                    std::none_of(ranking.singles.begin(), ranking.singles.end(), [&](const Candidate& c) {
+                        return c.improves || (is_of_size(c) && c.fit.sigma > far);
+                    });
+    ranking.doubtful =
+        ranking.noise && !ranking.singles.empty() && has_pattern(ranking.before, ranking.singles.front());
     if (ranking.singles.empty() || ranking.explained() || ranking.noise) return ranking;
 
     sets = likely_pairs(ranking.singles);
-    const double most = 1 + pair_share * work / work_of(call);
+    constexpr double most_pairs = 400;
+    const double most = std::min(1 + pair_share * work / work_of(call), most_pairs);
     if (static_cast<double>(sets.size()) > most) {
         ranking.pairs_left_out = sets.size() - static_cast<std::size_t>(most);
         sets.resize(static_cast<std::size_t>(most));
     }
-    ranking.pairs = trial.run(sets, "pairs of mistakes");
+    ranking.pairs = trial.run(sets, sets.size(), "pairs of mistakes");
     sort(ranking.pairs);
     return ranking;
 }

@@ -124,7 +124,25 @@ std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::s
         patterns.push_back({"rows from " + std::to_string(first) + " on" +
                                 (first % chunk == 0 ? ": what goes from " + chunk_name + " to " + chunk_name : ""),
                             [first](const ErrorRow& r) { return r.row >= first; }});
+    Index last = -1;
+    for (const ErrorRow& r : map.rows)
+        if (r.wrong()) last = std::max(last, r.row);
+    if (last > first)
+        patterns.push_back({"rows " + std::to_string(first) + " to " + std::to_string(last),
+                            [first, last](const ErrorRow& r) { return r.row >= first && r.row <= last; }});
     return patterns;
+}
+
+// Rows of the heads, batch rows and sequences that have a wrong one.
+ErrorMap wrong_members(const ErrorMap& map) {
+    std::set<Index> heads, batches, sequences;
+    for (const ErrorRow& r : map.rows)
+        if (r.wrong()) heads.insert(r.head), batches.insert(r.batch), sequences.insert(r.sequence);
+    ErrorMap part = map;
+    std::erase_if(part.rows, [&](const ErrorRow& r) {
+        return heads.count(r.head) == 0 || batches.count(r.batch) == 0 || sequences.count(r.sequence) == 0;
+    });
+    return part;
 }
 
 // The smallest pattern that holds nearly all wrong rows and of which nearly all rows are wrong.
@@ -387,15 +405,15 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
         const Index size =
             map.heads % std::max<Index>(key_heads, 1) == 0 ? map.heads / std::max<Index>(key_heads, 1) : 0;
         add(describe_members(map, size));
-        if (wrong > 0 && wrong < total) {
+        const ErrorMap part = wrong_members(map);
+        if (const auto rows_of_part = static_cast<Index>(part.rows.size()); wrong < rows_of_part) {
             const std::string rows =
-                describe_rows(map, row_patterns(map, call.is_attention ? attention_tile : call.chunk_size,
-                                                call.is_attention ? "tile" : "chunk", dead));
-            const std::string members = describe_members(map, size);
+                describe_rows(part, row_patterns(part, call.is_attention ? attention_tile : call.chunk_size,
+                                                 call.is_attention ? "tile" : "chunk", dead));
             if (!rows.empty())
                 add("only " + rows);
-            else if (8 * wrong < total && members.empty())
-                add(describe_scattered(map));
+            else if (8 * wrong < rows_of_part)
+                add(describe_scattered(part));
         }
         const Dense dense(actual.at(map.result));
         add(describe_channels(*found, dense));

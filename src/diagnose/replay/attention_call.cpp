@@ -7,6 +7,7 @@
 
 #include "core/attention.h"
 #include "diagnose/replay/attention_seen.h"
+#include "diagnose/replay/changer.h"
 
 namespace softdelta::diagnose {
 
@@ -41,19 +42,32 @@ double stored(const Tensor& like, double x) {
 class HeadRun {
   public:
     HeadRun(const AttentionCall& c, const Mistakes& mistakes, const AttentionPlace& at, Index h, Results& results)
-        : c_(c), mistakes_(mistakes), at_(at), h_(h), results_(results), backward_(results.count("dq") != 0) {
-        const Index heads = c.k.size(2);
-        hk_ = has(M::query_head_modulo) ? h % heads : h / (c.q.size(2) / heads);
+        : c_(c),
+          mistakes_(mistakes),
+          change_(mistakes, c.scale, static_cast<double>(c.q.size(2)) / static_cast<double>(c.k.size(2))),
+          scale_(change_.value("scale", c.scale)),
+          at_(at),
+          h_(h),
+          results_(results),
+          backward_(results.count("dq") != 0) {
+        const Index heads = c.k.size(2), group = c.q.size(2) / heads;
+        hk_ = has(M::query_head_modulo) ? h % heads : h / group;
+        if (change_.has("key head", Change::head_before)) hk_ = std::max<Index>(hk_ - 1, 0);
+        if (change_.has("key head", Change::first_head)) hk_ = 0;
+        first_of_group_ = h % group == 0;
         k_ = key_rows(c.call, c.k, at, hk_);
         v_ = key_rows(c.call, c.v, at, hk_);
+        change_.value("k", k_);
+        change_.value("v", v_);
         dk_ = Matrix::Zero(k_.rows(), k_.cols());
         dv_ = Matrix::Zero(v_.rows(), v_.cols());
     }
 
     void run() {
         bool lost = false;  // the backward pass ends here
-        for (Index i = 0; i < at_.q_count; i += attention_tile) {
-            score(i, std::min(attention_tile, at_.q_count - i));
+        const Index rows = at_once() ? std::max<Index>(at_.q_count, 1) : attention_tile;
+        for (Index i = 0; i < at_.q_count; i += rows) {
+            score(i, std::min(rows, at_.q_count - i));
             forward();
             lost = lost || (has(M::rows_lost_after_dead_tile) && is_dead());
             if (backward_ && !lost) backward();
@@ -61,14 +75,24 @@ class HeadRun {
         if (!backward_) return;
         const auto add = [&](const char* name, const Matrix& d) {
             View to = results_.at(name).rows(at_.key_batch, at_.k_begin, at_.k_count, hk_);
-            if (has(M::last_query_head_of_group)) to.setZero();
-            to += d;
+            const std::string place = std::string("sum over heads of ") + name;
+            if (has(M::last_query_head_of_group) || change_.has(place, Change::last_only)) to.setZero();
+            if (first_of_group_ || !change_.has(place, Change::first_only)) to += d;
         };
         add("dk", dk_);
         add("dv", dv_);
     }
 
   private:
+    // Rows may come from another tile.
+    bool at_once() const {
+        constexpr Index most = 1 << 22;  // scores
+        return at_.q_count * at_.k_count <= most && std::ranges::any_of(mistakes_.points(), [](const Point& p) {
+                   return p.change == Change::row_before || p.change == Change::row_after ||
+                          p.change == Change::first_row_lost || p.change == Change::last_row_lost ||
+                          p.change == Change::tail_lost;
+               });
+    }
     bool has(Mistake m) const { return mistakes_.has(m); }
     // i and j count from the first row and the first key of the tile.
     bool seen(Index i, Index j) const {
@@ -80,6 +104,7 @@ class HeadRun {
     void find_keys() {
         first_key_ = 0, keys_ = k_.rows();
         if (has(M::mask_ignored_backward) || has(M::dbias_last_tile) || has(M::dbias_last_head)) return;
+        if (std::ranges::any_of(mistakes_.points(), [](const Point& p) { return is_of_tiles(p.change); })) return;
         const auto hidden = [this](Index j) {
             return std::none_of(seen_.begin(), seen_.end(),
                                 [j](const auto& row) { return row[static_cast<std::size_t>(j)] != 0; });
@@ -96,10 +121,12 @@ class HeadRun {
     void score(Index first, Index count) {
         // A matrix of Eigen that gets another size frees its memory, and again in its destructor where there is no
         // new: so all begin empty.
-        for (Matrix* m : {&q_, &o_, &s_, &slope_, &p_}) *m = Matrix();
+        for (Matrix* m : {&q_, &o_, &s_, &slope_, &p_, &unscaled_}) *m = Matrix();
         lse_ = Vector();
+        dead_.assign(static_cast<std::size_t>(count), false);
         first_ = first;
         q_ = c_.q.rows(at_.batch, at_.q_begin + first, count, h_);
+        change_.value("q", q_);
         seen_.resize(static_cast<std::size_t>(count));
         for (Index i = 0; i < count; ++i)
             find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
@@ -109,11 +136,12 @@ class HeadRun {
         if (has(M::value_size_in_scale))
             s_ /= std::sqrt(static_cast<double>(v_.cols()));
         else if (!has(M::scores_without_scale))
-            s_ *= c_.scale;
+            s_ *= scale_;
+        change_.value("q kᵀ", s_);
         slope_ = Matrix::Ones(s_.rows(), s_.cols());
         for (Index i = 0; i < s_.rows(); ++i)
             for (Index j = 0; j < s_.cols(); ++j) {
-                const double b = (has(M::bias_scaled) ? c_.scale : 1) * bias(i, j);
+                const double b = (has(M::bias_scaled) ? c_.scale : 1) * change_.value("bias", bias(i, j));
                 if (has(M::softcap_after_bias)) s_(i, j) += b;
                 if (cap > 0) {
                     const double y = std::tanh(s_(i, j) / cap);
@@ -122,6 +150,22 @@ class HeadRun {
                 }
                 if (!has(M::softcap_after_bias)) s_(i, j) += b;
             }
+        change_.value("slope", slope_);
+    }
+
+    // A kernel that goes over tiles of keys without rescaling what it has summed when the maximum grows: e^(s − m) with
+    // the m of its tile.
+    void keep_maxima(Index i, double top) {
+        Vector tile_top = Vector::Constant(keys_, top);
+        double running = c_.sink ? c_.sink[h_] : -infinity;
+        for (Index begin = 0; begin < keys_; begin += attention_tile) {
+            const Index end = std::min(begin + attention_tile, keys_);
+            for (Index j = begin; j < end; ++j)
+                if (seen(i, j)) running = std::max(running, s_(i, j));
+            tile_top.segment(begin, end - begin).setConstant(running);
+        }
+        for (Index j = 0; j < keys_; ++j)
+            if (seen(i, j)) unscaled_(i, j) = std::exp(s_(i, j) - tile_top[j]);
     }
 
     // No row of the tile sees a key.
@@ -143,50 +187,78 @@ class HeadRun {
         const Index rows = q_.rows();
         lse_ = Vector::Constant(rows, -infinity);
         p_ = Matrix::Zero(rows, keys_);
+        const bool tiled = mistakes_.changes("sum of o") || mistakes_.changes("sum of l");
+        unscaled_ = Matrix::Zero(tiled ? rows : 0, keys_);
         const double sink = c_.sink ? c_.sink[h_] : -infinity;
         for (Index i = 0; i < rows; ++i) {
             double top = sink;
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) top = std::max(top, s_(i, j));
+            dead_[static_cast<std::size_t>(i)] = top == -infinity;
             if (top == -infinity) continue;
             double keys = 0;
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) keys += p_(i, j) = std::exp(s_(i, j) - top);
+            if (tiled) keep_maxima(i, top);
+            if (mistakes_.changes("sum of l")) keys = sum_of_tiles(i);
+            keys = change_.value("l", keys);
             const double with_sink = keys + std::exp(sink - top);
+            const bool kept = change_.has("sum of o", Change::not_rescaled);
+            if (kept) p_.row(i) = unscaled_.row(i);
+            if (change_.has("sum of o", Change::last_only)) p_.row(i).head(last_tile()).setZero();
+            if (change_.has("sum of o", Change::first_only))
+                p_.row(i).tail(std::max<Index>(keys_ - attention_tile, 0)).setZero();
             if (!has(M::o_not_normalised)) p_.row(i) /= has(M::sink_not_in_sum) ? keys : with_sink;
             const double sum = has(M::sink_not_in_lse) || has(M::sink_not_in_sum) ? keys : with_sink;
-            lse_[i] = (has(M::lse_without_maximum) ? 0 : top) + std::log(sum);
+            lse_[i] = change_.value("m in lse", has(M::lse_without_maximum) ? 0 : top) +
+                      change_.value("ln l in lse", std::log(sum));
         }
+        change_.value("p", p_);
         o_ = p_ * values();
         for (Index i = 0; i < rows; ++i) {
-            if (lse_[i] != -infinity) continue;
+            if (!dead_[static_cast<std::size_t>(i)]) continue;
             o_.row(i).setZero();
             if (has(M::dead_row_nan)) o_.row(i).setConstant(std::nan(""));
             if (has(M::dead_row_mean)) o_.row(i) = v_.colwise().mean();
         }
         if (has(M::delta_after_rounding))
             o_ = o_.unaryExpr([this](double x) { return stored(c_.call.attention.v, x); });
+        change_.value("o", o_);
         results_.at("o").rows(at_.batch, at_.q_begin + first_, rows, h_) = o_;
         for (Index i = 0; i < rows; ++i)
             results_.at("lse")[lse_place(i)] =
                 (lse_[i] == -infinity ? empty_lse() : lse_[i]) / (has(M::lse_log2) ? std::numbers::ln2 : 1);
     }
 
+    Index last_tile() const { return std::max<Index>(keys_ - 1, 0) / attention_tile * attention_tile; }
+
+    double sum_of_tiles(Index i) const {
+        const auto row = p_.row(i);
+        if (change_.has("sum of l", Change::not_rescaled)) return unscaled_.row(i).sum();
+        if (change_.has("sum of l", Change::last_only)) return row.tail(keys_ - last_tile()).sum();
+        if (change_.has("sum of l", Change::first_only)) return row.head(std::min(attention_tile, keys_)).sum();
+        return row.sum();
+    }
+
     Index lse_place(Index i) const { return (at_.batch * c_.q.size(2) + h_) * c_.q.size(1) + at_.q_begin + first_ + i; }
 
     void backward() {
-        const Matrix d_o = c_.d_o.rows(at_.batch, at_.q_begin + first_, q_.rows(), h_);
-        const Matrix dp = d_o * values().transpose();
+        Matrix d_o = c_.d_o.rows(at_.batch, at_.q_begin + first_, q_.rows(), h_);
+        change_.value("do", d_o);
+        Matrix dp = d_o * values().transpose();
+        change_.value("dp", dp);
+        Vector D = d_o.cwiseProduct(o_).rowwise().sum();
+        change_.value("D", D);
         Matrix p = Matrix::Zero(dp.rows(), dp.cols()), ds = p;
         for (Index i = 0; i < p.rows(); ++i) {
             if (lse_[i] == -infinity) continue;
-            const double dlse = c_.dlse ? c_.dlse[lse_place(i)] : 0;
-            double delta = has(M::without_delta) ? 0 : d_o.row(i).dot(o_.row(i));
+            const double dlse = change_.value("dlse", c_.dlse ? c_.dlse[lse_place(i)] : 0);
+            double delta = has(M::without_delta) ? 0 : D[i];
             if (!has(M::dlse_ignored)) delta += has(M::dlse_sign) ? dlse : -dlse;
             for (Index j = 0; j < p.cols(); ++j)
                 if (seen(i, j) || has(M::mask_ignored_backward)) {
                     p(i, j) = std::exp(s_(i, j) - lse_[i]);
-                    ds(i, j) = p(i, j) * (dp(i, j) - delta);
+                    ds(i, j) = change_.value("p in ds", p(i, j)) * (dp(i, j) - delta);
                 }
             if (!c_.sink) continue;
             const double weight = has(M::dsink_without_p) ? 1 : std::exp(c_.sink[h_] - lse_[i]);
@@ -194,13 +266,25 @@ class HeadRun {
         }
         if (c_.bias) add_bias_gradient(ds);
         if (!has(M::without_softcap_slope)) ds = ds.cwiseProduct(slope_).eval();
+        change_.value("ds", ds);
         const auto scale = [this](M without, M twice) {
-            return has(without) ? 1 : has(twice) ? c_.scale * c_.scale : c_.scale;
+            return has(without) ? 1 : has(twice) ? scale_ * scale_ : scale_;
         };
+        Matrix ds_q = ds, ds_k = ds;
+        change_.value("ds in dq", ds_q);
+        change_.value("ds in dk", ds_k);
+        change_.value("p in dv", p);
+        if (change_.has("sum of dq", Change::last_only)) ds_q.leftCols(last_tile()).setZero();
+        if (change_.has("sum of dq", Change::first_only))
+            ds_q.rightCols(std::max<Index>(keys_ - attention_tile, 0)).setZero();
         results_.at("dq").rows(at_.batch, at_.q_begin + first_, q_.rows(), h_) =
-            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds * keys());
-        dk_.middleRows(first_key_, keys_) += scale(M::dk_without_scale, M::dk_scaled_twice) * (ds.transpose() * q_);
-        dv_.middleRows(first_key_, keys_) += (has(M::dv_from_ds) ? ds : p).transpose() * d_o;
+            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds_q * keys());
+        const auto add = [&](const char* place, Matrix& sum, const Matrix& d) {
+            if (change_.has(place, Change::last_only)) sum.setZero();
+            if (first_ == 0 || !change_.has(place, Change::first_only)) sum.middleRows(first_key_, keys_) += d;
+        };
+        add("sum of dk", dk_, scale(M::dk_without_scale, M::dk_scaled_twice) * (ds_k.transpose() * q_));
+        add("sum of dv", dv_, (has(M::dv_from_ds) ? ds : p).transpose() * d_o);
     }
 
     void add_bias_gradient(const Matrix& ds) {
@@ -220,16 +304,20 @@ class HeadRun {
 
     const AttentionCall& c_;
     const Mistakes& mistakes_;
+    Changer change_;
+    double scale_;
     AttentionPlace at_;
     Index h_, hk_ = 0;
+    bool first_of_group_ = true;
     Results& results_;
     bool backward_;
     Matrix k_, v_, dk_, dv_;  // [Lk, D], [Lk, Dv]
     Index first_ = 0;         // row of the tile
     Index first_key_ = 0, keys_ = 0;
-    Matrix q_, o_;          // [rows, D], [rows, Dv]
-    Matrix s_, slope_, p_;  // [rows, keys]
-    Vector lse_;            // [rows] −∞: without a key
+    Matrix q_, o_;                     // [rows, D], [rows, Dv]
+    Matrix s_, slope_, p_, unscaled_;  // [rows, keys]
+    Vector lse_;                       // [rows]
+    std::vector<bool> dead_;           // rows without a key
     std::vector<std::vector<char>> seen_;
 };
 
@@ -255,6 +343,7 @@ Results AttentionCall::run(const Mistakes& mistakes) const {
     for (Index n = 0; n < attention_sequences(*this); ++n)
         for (Index h = 0; h < q.size(2); ++h)
             HeadRun(*this, mistakes, attention_place(call, mistakes, n), h, results).run();
+    Changer(mistakes, scale, static_cast<double>(q.size(2)) / static_cast<double>(k.size(2))).written(call, results);
     return results;
 }
 

@@ -16,18 +16,20 @@ DeltaCall::DeltaCall(const io::Call& call, int threads)
     : in_(call), right_(static_cast<std::size_t>(in_.value_heads())) {
     core::parallel_units(threads, in_.value_heads(), [&] {
         return [&](Index hv) {
-            const DeltaKernel kernel{in_.rule, in_.scale};
+            const Mistakes none;
+            Changer changer(none, in_.scale, group());
+            const DeltaKernel kernel{in_.rule, in_.scale, none, changer};
             Head& head = right_[static_cast<std::size_t>(hv)];
-            head.operands = load(hv, {});
+            head.operands = load(hv, kernel);
             run_forward(kernel, hv, head.operands, head);
             if (in_.d_o || in_.dfinal_state) run_backward(kernel, hv, head.operands, head.forward, head);
         };
     });
 }
 
-std::vector<DeltaOperands> DeltaCall::load(Index hv, const Mistakes& mistakes) const {
+std::vector<DeltaOperands> DeltaCall::load(Index hv, const DeltaKernel& kernel) const {
     std::vector<DeltaOperands> operands;
-    for (const Place& at : in_.chunks()) operands.push_back(in_.operands(at, hv, mistakes));
+    for (const Place& at : in_.chunks()) operands.push_back(in_.operands(at, hv, kernel.mistakes, kernel.at));
     return operands;
 }
 
@@ -38,6 +40,7 @@ void DeltaCall::run_forward(const DeltaKernel& kernel, Index hv, const std::vect
     std::size_t i = 0;
     Matrix S;
     for (Index n = 0; n < in_.sequence_count(); ++n) {
+        kernel.at.restart();
         if (n == 0 || !kernel.has(M::state_leaks))
             S = in_.state(kernel.has(M::initial_state_ignored) ? Dense() : in_.initial_state,
                           kernel.has(M::initial_state_of_first) ? 0 : n, hv);
@@ -53,6 +56,7 @@ void DeltaCall::run_backward(const DeltaKernel& kernel, Index hv, const std::vec
     out.initial_gradients.resize(static_cast<std::size_t>(in_.sequence_count()));
     std::size_t i = chunks.size();
     for (Index n = in_.sequence_count(); n-- > 0;) {
+        kernel.at.restart();
         Matrix dS = in_.state(kernel.has(M::dfinal_state_ignored) ? Dense() : in_.dfinal_state, n, hv);
         for (; i > 0 && chunks[i - 1].sequence == n; --i) {
             DeltaBackward& chunk = out.backward[i - 1];
@@ -68,13 +72,15 @@ void DeltaCall::run_backward(const DeltaKernel& kernel, Index hv, const std::vec
 }
 
 Results DeltaCall::run(const Mistakes& mistakes, Phase from) const {
-    const DeltaKernel kernel{in_.rule, mistakes.has(M::value_size_in_delta_scale) ? in_.scale_of_value_size : in_.scale,
-                             mistakes};
+    Changer changer(mistakes, in_.scale, group());
+    const double scale = mistakes.has(M::value_size_in_delta_scale) ? in_.scale_of_value_size : in_.scale;
+    const DeltaKernel kernel{in_.rule, changer.value("scale", scale), mistakes, changer};
     DeltaResults results(in_, mistakes);
     for (Index hv = 0; hv < in_.value_heads(); ++hv) {
+        changer.restart();
         const Head& right = right_[static_cast<std::size_t>(hv)];
         Head head;
-        if (from <= Phase::operands) head.operands = load(hv, mistakes);
+        if (from <= Phase::operands) head.operands = load(hv, kernel);
         const auto& operands = from <= Phase::operands ? head.operands : right.operands;
         if (from <= Phase::forward) run_forward(kernel, hv, operands, head);
         const auto& kept = from <= Phase::forward ? head : right;
@@ -92,7 +98,9 @@ Results DeltaCall::run(const Mistakes& mistakes, Phase from) const {
             if (gradients) results.add_gradients(in_.chunks()[i], hv, done.backward[i]);
         }
     }
-    return results.finish();
+    Results finished = results.finish();
+    changer.written(in_.call, finished);
+    return finished;
 }
 
 }  // namespace softdelta::diagnose

@@ -25,7 +25,8 @@ class DeltaCall {
     void run_forward(const DeltaKernel& kernel, Index hv, const std::vector<DeltaOperands>& operands, Head& out) const;
     void run_backward(const DeltaKernel& kernel, Index hv, const std::vector<DeltaOperands>& operands,
                       const std::vector<DeltaForward>& kept, Head& out) const;
-    std::vector<DeltaOperands> load(Index hv, const Mistakes& mistakes) const;
+    std::vector<DeltaOperands> load(Index hv, const DeltaKernel& kernel) const;
+    double group() const { return static_cast<double>(in_.value_heads()) / static_cast<double>(in_.q.size(2)); }
 
     DeltaInputs64 in_;
     std::vector<Head> right_;  // without a mistake

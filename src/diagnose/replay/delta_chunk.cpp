@@ -9,13 +9,14 @@ namespace {
 using M = Mistake;
 
 // e^(G_last − G), [n, K]
-Matrix decay_to_last(const DeltaOperands& in) {
-    return decay_rows(in.G.bottomRows(1).replicate(in.G.rows(), 1) - in.G, in.k.cols());
+Matrix decay_to_last(const DeltaKernel& kernel, const char* place, const DeltaOperands& in) {
+    const Matrix exponents = in.G.bottomRows(1).replicate(in.G.rows(), 1) - in.G;
+    return decay_rows(kernel.at.exponents(place, exponents), in.k.cols());
 }
 
 // e^(times · G_last) of each row of the state.
-Vector state_decay(const DeltaOperands& in, double times = 1) {
-    return decay_rows(times * in.G.bottomRows(1), in.k.cols()).transpose();
+Vector state_decay(const DeltaKernel& kernel, const char* place, const DeltaOperands& in, double times = 1) {
+    return decay_rows(kernel.at.exponents(place, times * in.G.bottomRows(1)), in.k.cols()).transpose();
 }
 
 double to_bf16_and_back(double x) {
@@ -24,19 +25,32 @@ double to_bf16_and_back(double x) {
 
 void solve(const DeltaKernel& kernel, const DeltaOperands& in, DeltaForward& out) {
     const Index n = in.k.rows();
-    const Matrix pairs = in.beta.asDiagonal() * Pairs{in.E, in.G}.products(in.p, in.k);
-    const Matrix L = kernel.has(M::erase_with_diagonal) ? tril(pairs) : stril(pairs);
+    Changer& at = kernel.at;
+    const Matrix E = at.exponents("L.decay", in.E), G = at.exponents("L.decay", in.G);
+    const Matrix pairs = in.beta.asDiagonal() * Pairs{E, G}.products(in.p, in.k);
+    Matrix L = kernel.has(M::erase_with_diagonal) ? tril(pairs) : stril(pairs);
+    at.value("L", L, &in.beta);
     out.A = Matrix::Identity(n, n) - L;
     if (!kernel.has(M::inverse_first_order))
         out.A = (Matrix::Identity(n, n) + L).triangularView<Eigen::Lower>().solve(Matrix::Identity(n, n));
+    at.value("A", out.A, &in.beta);
     out.erase_key = in.p;
-    if (!kernel.has(M::w_without_decay)) out.erase_key = in.p.cwiseProduct(decay_rows(in.E, in.p.cols()));
+    const Matrix decay = decay_rows(at.exponents("erase_key.decay", in.E), in.p.cols());
+    if (!kernel.has(M::w_without_decay)) out.erase_key = in.p.cwiseProduct(decay);
     if (!kernel.has(M::w_without_beta)) out.erase_key = in.beta.asDiagonal() * out.erase_key;
+    at.value("erase_key", out.erase_key, &in.beta);
     out.beta_v = in.v;
     if (!kernel.has(M::u_without_beta)) out.beta_v = in.beta.asDiagonal() * in.v;
+    at.value("beta_v", out.beta_v, &in.beta);
     out.w = out.A * out.erase_key;
+    at.value("w", out.w, &in.beta);
     out.v_new = out.A * out.beta_v;
-    if (!kernel.has(M::v_new_ignores_state)) out.v_new -= out.w * out.S;
+    at.value("u", out.v_new, &in.beta);
+    Matrix S = out.S;
+    at.value("S in w S", S);
+    Matrix erased = out.w * S;
+    at.value("w S", erased, &in.beta);
+    if (!kernel.has(M::v_new_ignores_state)) out.v_new -= erased;
 }
 
 // dL = −stril(Aᵀ dA Aᵀ)
@@ -52,37 +66,73 @@ Matrix inverse_gradient(const DeltaKernel& kernel, const Matrix& A, const Matrix
 // What goes through A: to p, k, v, β, and the state that entered.
 void unsolve(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForward& kept, const Matrix& du,
              DeltaBackward& out) {
+    Changer& at = kernel.at;
     const double sign = kernel.has(M::dw_sign) ? 1 : -1;
-    const Matrix dw = sign * (du * kept.S.transpose());
-    Matrix dA = du * kept.beta_v.transpose();
-    if (!kernel.has(M::dA_without_w)) dA += dw * kept.erase_key.transpose();
-    const Matrix dL = inverse_gradient(kernel, kept.A, dA);
-    const Matrix dbeta_v = kept.A.transpose() * du, derase_key = kept.A.transpose() * dw;
+    Matrix S = kept.S;
+    at.value("S in dw", S);
+    Matrix dw = sign * (du * S.transpose());
+    at.value("dw", dw, &in.beta);
+    Matrix dA = du * kept.beta_v.transpose(), dA_of_w = dw * kept.erase_key.transpose();
+    at.value("du (β v)ᵀ", dA, &in.beta);
+    at.value("dw erase_keyᵀ", dA_of_w, &in.beta);
+    if (!kernel.has(M::dA_without_w)) dA += dA_of_w;
+    at.value("dA", dA, &in.beta);
+    Matrix dL = inverse_gradient(kernel, kept.A, dA);
+    at.value("dL", dL, &in.beta);
+    Matrix dbeta_v = kept.A.transpose() * du, derase_key = kept.A.transpose() * dw;
+    at.value("Aᵀ du", dbeta_v, &in.beta);
+    at.value("Aᵀ dw", derase_key, &in.beta);
 
     const Pairs pairs{in.E, in.G, kernel.has(M::dL_unmasked)};
-    const Matrix e = derase_key.cwiseProduct(decay_rows(in.E, in.p.cols())) + pairs.sum_earlier(dL, in.k);
-    if (!kernel.has(M::dk_without_erase_scores)) out.dk += pairs.sum_later(dL, in.beta.asDiagonal() * in.p);
+    Matrix e = derase_key.cwiseProduct(decay_rows(at.exponents("e from S.decay", in.E), in.p.cols()));
+    at.value("e from S", e, &in.beta);
+    Matrix e_of_scores = pairs.sum_earlier(dL, in.k);
+    at.value("e from L", e_of_scores, &in.beta);
+    e += e_of_scores;
+    at.value("e", e, &in.beta);
+    if (!kernel.has(M::dk_without_erase_scores)) {
+        Matrix dk = pairs.sum_later(dL, in.beta.asDiagonal() * in.p);
+        at.value("dk from L", dk, &in.beta);
+        out.dk += dk;
+    }
     out.dp = in.beta.asDiagonal() * e;
+    at.value("dp", out.dp, &in.beta);
     out.dv = dbeta_v;
     if (!kernel.has(M::dv_without_beta)) out.dv = in.beta.asDiagonal() * dbeta_v;
+    at.value("dv", out.dv, &in.beta);
     out.dbeta = Vector::Zero(in.v.rows());
     if (!kernel.has(M::dbeta_without_value_path)) out.dbeta = dbeta_v.cwiseProduct(in.v).rowwise().sum();
-    if (!kernel.has(M::dbeta_without_key_path)) out.dbeta += e.cwiseProduct(in.p).rowwise().sum();
+    at.value("rowsum(dR∘v)", out.dbeta, &in.beta);
+    Vector by_key = e.cwiseProduct(in.p).rowwise().sum();
+    at.value("rowsum(p∘e)", by_key, &in.beta);
+    if (!kernel.has(M::dbeta_without_key_path)) out.dbeta += by_key;
     if (kernel.has(M::dbeta_with_beta)) out.dbeta = out.dbeta.cwiseProduct(in.beta).eval();
-    if (!kernel.has(M::dstate_without_erase)) out.dS -= kept.w.transpose() * du;
+    at.value("dβ", out.dbeta, &in.beta);
+    Matrix erased = kept.w.transpose() * du;
+    at.value("wᵀ dU", erased);
+    if (!kernel.has(M::dstate_without_erase)) out.dS -= erased;
 }
 
 // dG = q∘dq − k∘dk, and in the last row what e^G_last rules; dE = p∘dp.
 void gate_gradient(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForward& kept, const Matrix& dS,
                    const Matrix& kw, DeltaBackward& out) {
     const Index channels = in.G.cols(), last = in.G.rows() - 1;
-    out.dG = sum_channels(in.q.cwiseProduct(out.dq) - in.k.cwiseProduct(out.dk), channels);
+    Changer& at = kernel.at;
+    out.dG = sum_channels(in.q.cwiseProduct(out.dq), channels);
+    at.value("q∘dq", out.dG, &in.beta);
+    Matrix by_key = sum_channels(in.k.cwiseProduct(out.dk), channels);
+    at.value("k∘dk", by_key, &in.beta);
+    out.dG -= by_key;
     out.dE = sum_channels(in.p.cwiseProduct(out.dp), channels);
+    at.value("p∘dp", out.dE, &in.beta);
     if (kernel.has(M::dg_without_erase_path)) out.dE.setZero();
-    Vector by_decay = kept.S.cwiseProduct(dS).rowwise().sum();
-    if (!kernel.has(M::dg_last_row_without_decay)) by_decay = by_decay.cwiseProduct(state_decay(in)).eval();
-    const Matrix last_row =
-        sum_channels(Matrix(in.k.cwiseProduct(kw).colwise().sum() + by_decay.transpose()), channels);
+    Matrix by_write = in.k.cwiseProduct(kw).colwise().sum();
+    at.value("Σ k∘kw", by_write);
+    Matrix by_decay = kept.S.cwiseProduct(dS).rowwise().sum().transpose();
+    if (!kernel.has(M::dg_last_row_without_decay))
+        by_decay = by_decay.cwiseProduct(state_decay(kernel, "S∘dS'.decay", in).transpose()).eval();
+    at.value("S∘dS'", by_decay);
+    const Matrix last_row = sum_channels(Matrix(by_write + by_decay), channels);
     if (kernel.has(M::dg_last_row_everywhere))
         out.dG.rowwise() += last_row.row(0);
     else if (!kernel.has(M::dg_without_last_row))
@@ -93,53 +143,110 @@ void gate_gradient(const DeltaKernel& kernel, const DeltaOperands& in, const Del
 
 void forward(const DeltaKernel& kernel, const DeltaOperands& in, Matrix& S, DeltaForward& out) {
     const Index K = in.k.cols();
-    const Matrix score = kernel.scale * Pairs{in.G, in.G}.products(in.q, in.k);
+    Changer& at = kernel.at;
+    at.value("S", S);
     out.S = S;
-    out.score = kernel.has(M::score_without_diagonal) ? stril(score) : tril(score);
+    const Matrix G = at.exponents("score.decay", in.G);
+    const bool unmasked = at.has("score", Change::unmasked);
+    const Matrix score = kernel.scale * Pairs{G, G, unmasked}.products(in.q, in.k);
+    out.score = unmasked ? score : kernel.has(M::score_without_diagonal) ? stril(score) : tril(score);
+    at.value("score", out.score, &in.beta);
     if (!kernel.rule.erases())
         out.v_new = in.v;
     else
         solve(kernel, in, out);
     const double scale = kernel.has(M::o_without_scale) ? 1 : kernel.scale;
-    out.o = out.score * out.v_new;
-    const Matrix read = kernel.has(M::read_query_without_decay) ? in.q : in.q.cwiseProduct(decay_rows(in.G, K));
-    if (!kernel.has(M::o_without_state)) out.o += scale * (read * S);
+    at.value("v_new", out.v_new, &in.beta);
+    Matrix v_new = out.v_new;
+    at.value("v_new in o", v_new, &in.beta);
+    out.o = out.score * v_new;
+    at.value("score v_new", out.o, &in.beta);
+    const Matrix from_first = decay_rows(at.exponents("read_query.decay", in.G), K);
+    const Matrix read = kernel.has(M::read_query_without_decay) ? in.q : in.q.cwiseProduct(from_first);
+    Matrix from = S;
+    at.value("S in o", from);
+    Matrix by_state = scale * (read * from);
+    at.value("read_query S", by_state, &in.beta);
+    if (!kernel.has(M::o_without_state)) out.o += by_state;
+    at.value("o", out.o, &in.beta);
     const double times = kernel.has(M::state_decayed_twice) ? 2 : kernel.has(M::state_not_decayed) ? 0 : 1;
-    const Matrix write_key = kernel.has(M::write_key_without_decay) ? in.k : in.k.cwiseProduct(decay_to_last(in));
-    S = state_decay(in, times).asDiagonal() * S;
-    S += write_key.transpose() * out.v_new;
+    Matrix write_key = in.k;
+    if (!kernel.has(M::write_key_without_decay))
+        write_key = in.k.cwiseProduct(decay_to_last(kernel, "write_key.decay", in));
+    at.value("write_key", write_key, &in.beta);
+    v_new = out.v_new;
+    at.value("v_new in S'", v_new, &in.beta);
+    S = state_decay(kernel, "state_decay", in, times).asDiagonal() * S;
+    at.value("state_decay∘S", S);
+    Matrix written = write_key.transpose() * v_new;
+    at.value("write_keyᵀ v_new", written);
+    S += written;
+    at.value("S'", S);
     if (kernel.has(M::state_bf16)) S = S.unaryExpr(&to_bf16_and_back);
 }
 
-void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForward& kept, const Matrix& dS,
+void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForward& kept, const Matrix& given_dS,
               DeltaBackward& out) {
     const Index K = in.k.cols();
-    const Matrix to_last = decay_to_last(in), from_first = decay_rows(in.G, K);
-    Matrix du = kept.score.transpose() * in.d_o;
-    if (!kernel.has(M::du_without_state)) du += in.k.cwiseProduct(to_last) * dS;
-    const Matrix dscore = tril(in.d_o * kept.v_new.transpose());
-    const Pairs pairs{in.G, in.G};
+    Changer& at = kernel.at;
+    Matrix dS = given_dS;
+    at.value("dS'", dS);
+    Matrix d_o = in.d_o;
+    at.value("do", d_o, &in.beta);
+    Matrix du = kept.score.transpose() * d_o;
+    at.value("scoreᵀ do", du, &in.beta);
+    if (!kernel.has(M::du_without_state)) {
+        Matrix by_state = in.k.cwiseProduct(decay_to_last(kernel, "write_key dS'.decay", in)) * dS;
+        at.value("write_key dS'", by_state, &in.beta);
+        du += by_state;
+    }
+    at.value("dU", du, &in.beta);
+    Matrix v_new = kept.v_new;
+    at.value("v_new in dscore", v_new, &in.beta);
+    const bool unmasked = at.has("dscore", Change::unmasked);
+    Matrix dscore = d_o * v_new.transpose();
+    if (!unmasked) dscore = tril(dscore);
+    at.value("dscore", dscore, &in.beta);
+    const Pairs pairs{in.G, in.G, unmasked};
 
-    out.dS = state_decay(in, kernel.has(M::dstate_without_decay) ? 0 : 1).asDiagonal() * dS;
-    out.dS += kernel.scale * (in.q.cwiseProduct(from_first).transpose() * in.d_o);
+    out.dS = state_decay(kernel, "dS'.decay", in, kernel.has(M::dstate_without_decay) ? 0 : 1).asDiagonal() * dS;
+    at.value("state_decay∘dS'", out.dS);
+    const Matrix read = in.q.cwiseProduct(decay_rows(at.exponents("read_queryᵀ do.decay", in.G), K));
+    Matrix by_read = kernel.scale * (read.transpose() * d_o);
+    at.value("read_queryᵀ do", by_read);
+    out.dS += by_read;
     out.dq = Matrix::Zero(in.q.rows(), K);
-    if (!kernel.has(M::dq_without_state)) out.dq += (in.d_o * kept.S.transpose()).cwiseProduct(from_first);
-    if (!kernel.has(M::dq_without_scores)) out.dq += pairs.sum_earlier(dscore, in.k);
+    Matrix S = kept.S;
+    at.value("S in dq", S);
+    Matrix by_state = (d_o * S.transpose()).cwiseProduct(decay_rows(at.exponents("dq from S.decay", in.G), K));
+    at.value("dq from S", by_state, &in.beta);
+    Matrix by_scores = pairs.sum_earlier(dscore, in.k);
+    at.value("dq from scores", by_scores, &in.beta);
+    if (!kernel.has(M::dq_without_state)) out.dq += by_state;
+    if (!kernel.has(M::dq_without_scores)) out.dq += by_scores;
     if (!kernel.has(M::delta_dq_without_scale)) out.dq *= kernel.scale;
+    at.value("dq", out.dq, &in.beta);
     const double dk_scale = kernel.has(M::delta_dk_without_scale)  ? 1
                             : kernel.has(M::delta_dk_scaled_twice) ? kernel.scale * kernel.scale
                                                                    : kernel.scale;
-    const Matrix kw = (kept.v_new * dS.transpose()).cwiseProduct(to_last);
+    v_new = kept.v_new;
+    at.value("v_new in kw", v_new, &in.beta);
+    Matrix kw = (v_new * dS.transpose()).cwiseProduct(decay_to_last(kernel, "kw.decay", in));
+    at.value("kw", kw, &in.beta);
     out.dk = dk_scale * pairs.sum_later(dscore, in.q);
+    at.value("dk from scores", out.dk, &in.beta);
     if (!kernel.has(M::dk_without_write)) out.dk += kw;
     if (!kernel.rule.erases()) {
         out.dp = Matrix::Zero(in.k.rows(), K);
         out.dv = du;
+        at.value("dv", out.dv);
         out.dbeta = Vector::Zero(in.k.rows());
     } else {
         unsolve(kernel, in, kept, du, out);
     }
+    at.value("dk", out.dk, &in.beta);
     gate_gradient(kernel, in, kept, dS, kw, out);
+    at.value("dS", out.dS);
 }
 
 }  // namespace softdelta::diagnose

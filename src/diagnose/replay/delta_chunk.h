@@ -4,6 +4,7 @@
 
 #include "core/delta_rule.h"
 #include "diagnose/catalogue/mistake.h"
+#include "diagnose/replay/changer.h"
 #include "diagnose/replay/dense.h"
 
 namespace softdelta::diagnose {
@@ -11,7 +12,8 @@ namespace softdelta::diagnose {
 struct DeltaKernel {
     core::Rule rule;
     double scale = 1;
-    Mistakes mistakes{};
+    const Mistakes& mistakes;
+    Changer& at;
 
     bool has(Mistake m) const { return mistakes.has(m); }
 };

@@ -51,8 +51,10 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
 }
 
 Index DeltaInputs64::key_head(Index hv, const Mistakes& mistakes) const {
+    if (mistakes.has(Point{"key head", Change::first_head})) return 0;
+    const Index before = mistakes.has(Point{"key head", Change::head_before}) ? 1 : 0;
     const bool tiled = (call.delta_options.head_order == HeadOrder::tiled) != mistakes.has(M::value_head_modulo);
-    return tiled ? hv % q.size(2) : hv / (value_heads() / q.size(2));
+    return std::max<Index>((tiled ? hv % q.size(2) : hv / (value_heads() / q.size(2))) - before, 0);
 }
 
 Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
@@ -60,9 +62,26 @@ Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
     return call.delta_options.state_v_first ? Matrix(t.block(n, hv).transpose()) : Matrix(t.block(n, hv));
 }
 
-Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h, bool norm) const {
-    Matrix rows = t.rows(at.batch, at.begin, at.count, h);
-    if (norm && call.delta_options.use_qk_l2norm_in_kernel)
+namespace {
+
+// The row that row i of a chunk is read from, within its sequence.
+Index row_of(const Place& at, Index i, Index offset) {
+    const Index first = at.begin - (at.first ? 0 : 1), last = at.begin + at.count - (at.last ? 1 : 0);
+    return std::clamp(at.begin + i + offset, first, last);
+}
+
+Matrix rows_of(const Dense& t, const Place& at, Index h, Index offset) {
+    if (offset == 0) return t.rows(at.batch, at.begin, at.count, h);
+    Matrix rows(at.count, t.size(3));
+    for (Index i = 0; i < at.count; ++i) rows.row(i) = t.rows(at.batch, row_of(at, i, offset), 1, h);
+    return rows;
+}
+
+}  // namespace
+
+Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h, bool norm, Index offset) const {
+    Matrix rows = rows_of(t, at, h, offset);
+    if (norm)
         for (Index i = 0; i < rows.rows(); ++i) rows.row(i) *= inverse_norm(rows.row(i));
     return rows;
 }
@@ -94,33 +113,59 @@ double DeltaInputs64::beta_slope(Index b, Index t, Index hv, const Mistakes& mis
     return beta_of(b, t, hv, mistakes) * sigmoid(-beta.rows(b, t, 1, hv)(0, 0));
 }
 
-void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const {
+void DeltaInputs64::fill_gates(const Place& at, Index hv, const Mistakes& mistakes, Changer& changer,
+                               DeltaOperands& out) const {
     constexpr double least = -750;  // e^-750 is 0
     const double log_of_base = mistakes.has(M::gate_exp2)       ? std::numbers::ln2
                                : mistakes.has(M::gate_over_ln2) ? 1 / std::numbers::ln2
                                                                 : 1;
     const bool previous = rule.erase == core::Erase::from_previous_state && !mistakes.has(M::erase_after_decay);
-    out.G = out.E = Matrix::Zero(at.count, channels());
+    Matrix gates(at.count, channels());
     for (Index i = 0; i < at.count; ++i)
-        for (Index c = 0; c < channels(); ++c) {
-            const double before = i == 0 ? 0 : out.G(i - 1, c);
-            out.G(i, c) = before + log_of_base * std::max(gate(at.batch, at.begin + i, hv, c, mistakes).g, least);
-            out.E(i, c) = previous ? before : out.G(i, c);
-        }
+        for (Index c = 0; c < channels(); ++c)
+            gates(i, c) = log_of_base *
+                          std::max(gate(at.batch, row_of(at, i, changer.row_offset("g")), hv, c, mistakes).g, least);
+    changer.value("g", gates, nullptr, true);
+    out.G = out.E = Matrix::Zero(at.count, channels());
+    for (Index i = 0; i < at.count; ++i) {
+        if (i > 0) out.G.row(i) = out.G.row(i - 1);
+        out.E.row(i) = out.G.row(i);
+        out.G.row(i) += gates.row(i);
+        if (!previous) out.E.row(i) = out.G.row(i);
+    }
+    out.G = changer.exponents("G", out.G);
+    out.E = changer.exponents("E", out.E);
 }
 
-DeltaOperands DeltaInputs64::operands(const Place& at, Index hv, const Mistakes& mistakes) const {
+DeltaOperands DeltaInputs64::operands(const Place& at, Index hv, const Mistakes& mistakes, Changer& changer) const {
     const Index h = key_head(hv, mistakes);
     DeltaOperands out;
-    out.q = key_rows(q, at, h, !mistakes.has(M::q_without_norm));
-    out.k = key_rows(k, at, h, true);
-    out.p = p ? key_rows(p, at, h, true) : out.k;
-    out.v = v.rows(at.batch, at.begin, at.count, hv);
+    const bool swapped = changer.has("q", Change::swapped);
+    const auto norm = [&](const char* place) {
+        return changer.has(place, Change::always) ||
+               (call.delta_options.use_qk_l2norm_in_kernel && !changer.has(place, Change::missing));
+    };
+    out.q = key_rows(swapped ? k : q, at, h, norm("norm of q") && !mistakes.has(M::q_without_norm),
+                     changer.row_offset("q"));
+    out.k = key_rows(swapped ? q : k, at, h, norm("norm of k"), changer.row_offset("k"));
+    out.p = p ? key_rows(p, at, h, call.delta_options.use_qk_l2norm_in_kernel, changer.row_offset("p")) : out.k;
+    out.v = rows_of(v, at, hv, changer.row_offset("v"));
     out.d_o = Matrix::Zero(out.v.rows(), out.v.cols());
     if (d_o) out.d_o = d_o.rows(at.batch, at.begin, at.count, hv);
     out.beta.resize(at.count);
-    for (Index i = 0; i < at.count; ++i) out.beta[i] = beta_of(at.batch, at.begin + i, hv, mistakes);
-    fill_gates(at, hv, mistakes, out);
+    for (Index i = 0; i < at.count; ++i)
+        out.beta[i] = beta_of(at.batch, row_of(at, i, changer.row_offset("β")), hv, mistakes);
+    const Vector beta_of_rows = out.beta;
+    changer.value("β", out.beta, &beta_of_rows, true);
+    changer.value("q", out.q, &out.beta, true);
+    changer.value("k", out.k, &out.beta, true);
+    if (p)
+        changer.value("p", out.p, &out.beta, true);
+    else
+        changer.value("k in L and w", out.p = out.k, &out.beta);
+    changer.value("k in score", out.k, &out.beta);
+    changer.value("v", out.v, &out.beta, true);
+    fill_gates(at, hv, mistakes, changer, out);
     return out;
 }
 

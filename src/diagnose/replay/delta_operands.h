@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "diagnose/replay/changer.h"
 #include "diagnose/replay/delta_chunk.h"
 
 namespace softdelta::diagnose {
@@ -36,7 +37,7 @@ class DeltaInputs64 {
     // Chunks of all sequences, in order.
     const std::vector<Place>& chunks() const { return chunks_; }
 
-    DeltaOperands operands(const Place& at, Index hv, const Mistakes& mistakes) const;
+    DeltaOperands operands(const Place& at, Index hv, const Mistakes& mistakes, Changer& changer) const;
     GateValue gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const;
     double beta_of(Index b, Index t, Index hv, const Mistakes& mistakes) const;
     double beta_slope(Index b, Index t, Index hv, const Mistakes& mistakes) const;
@@ -44,8 +45,8 @@ class DeltaInputs64 {
     Matrix state(const Dense& t, Index n, Index hv) const;
 
   private:
-    Matrix key_rows(const Dense& t, const Place& at, Index h, bool norm) const;
-    void fill_gates(const Place& at, Index hv, const Mistakes& mistakes, DeltaOperands& out) const;
+    Matrix key_rows(const Dense& t, const Place& at, Index h, bool norm, Index offset) const;
+    void fill_gates(const Place& at, Index hv, const Mistakes& mistakes, Changer& changer, DeltaOperands& out) const;
 
     Index sequences_ = 0;
     std::vector<Place> chunks_;

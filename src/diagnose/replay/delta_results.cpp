@@ -26,9 +26,12 @@ void DeltaResults::set_state(const char* name, Index n, Index hv, const Matrix& 
 
 void DeltaResults::add_gradients(const Place& at, Index hv, const DeltaBackward& chunk) {
     const auto add = [&](const char* name, const Matrix& d) {
-        View to = results_.at(name).rows(at.batch, at.begin, at.count, in_.key_head(hv, mistakes_));
-        if (has(M::last_value_head_of_group)) to.setZero();
-        to += d;
+        const Index h = in_.key_head(hv, mistakes_);
+        View to = results_.at(name).rows(at.batch, at.begin, at.count, h);
+        const std::string place = std::string("sum over heads of ") + name;
+        if (has(M::last_value_head_of_group) || mistakes_.has(Point{place, Change::last_only})) to.setZero();
+        const bool first = hv == 0 || in_.key_head(hv - 1, mistakes_) != h;
+        if (first || !mistakes_.has(Point{place, Change::first_only})) to += d;
     };
     add("dq", chunk.dq);
     add("dk", in_.p || has(M::dk_without_p_path) ? chunk.dk : Matrix(chunk.dk + chunk.dp));
@@ -51,6 +54,9 @@ void DeltaResults::add_gate_gradients(const Place& at, Index hv, const DeltaBack
     for (Index row = at.count; row-- > 0;) {
         const Index i = has(M::dg_forward_sum) ? at.count - 1 - row : row;
         const Eigen::RowVectorXd later = running_;
+        if (mistakes_.has(Point{"sum of dg", Change::unsummed}) ||
+            (mistakes_.has(Point{"sum of dg", Change::summed_by_tile}) && (i + 1) % 16 == 0))
+            running_.setZero();
         running_ += chunk.dG.row(i) + chunk.dE.row(i);
         for (Index c = 0; c < in_.channels(); ++c) {
             const double inclusive = running_[c] - (previous ? chunk.dE(i, c) : 0);

@@ -40,7 +40,7 @@ class Dense {
     Index count() const { return static_cast<Index>(data_.size()); }
     const std::vector<std::int64_t>& shape() const { return shape_; }
     double& operator[](Index i) { return data_[static_cast<std::size_t>(i)]; }
-    double operator[](Index i) const { return data_[static_cast<std::size_t>(i)]; }
+    const double& operator[](Index i) const { return data_[static_cast<std::size_t>(i)]; }
 
     // Rows [begin, begin + count) of one head of [B, T, H, W]: [count, W]; of [B, T, H]: [count, 1].
     View rows(Index b, Index begin, Index count, Index h) {

@@ -19,7 +19,7 @@ Results MistakenCall::run(const std::vector<const Entry*>& entries) const {
     Mistakes mistakes;
     Phase from = Phase::results;
     for (const Entry* entry : entries) {
-        mistakes.add(entry->mistake);
+        entry->mistake == Mistake::at_a_point ? mistakes.add(entry->point) : mistakes.add(entry->mistake);
         from = std::min(from, entry->from);
     }
     return attention_ ? attention_->run(mistakes) : delta_->run(mistakes, from);

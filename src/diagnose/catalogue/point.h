@@ -1,0 +1,86 @@
+// A place of a pipeline and what a kernel does wrong there.
+#pragma once
+
+#include <string_view>
+
+namespace softdelta::diagnose {
+
+enum class Change {
+    // factors; `missing` stands for all of them until it has been seen that one may explain a dump
+    missing,
+    doubled,
+    halved,
+    negated,
+    times_scale,
+    over_scale,
+    times_ln2,
+    over_ln2,
+    times_group,
+    over_group,
+    times_beta,
+    over_beta,
+    // rows
+    row_before,
+    row_after,
+    tail_lost,
+    first_row_lost,
+    last_row_lost,
+    last_warp_lost,
+    last_of_16_lost,
+    stale,
+    // products of rows with rows, states
+    transposed,
+    without_diagonal,
+    unmasked,
+    first_tile_lost,
+    last_tile_lost,
+    bf16,
+    // exponents
+    undecayed,
+    twice,
+    base_2,
+    base_over_ln2,
+    decay_of_row_before,
+    decay_of_row_after,
+    // sums over tiles, heads
+    last_only,
+    first_only,
+    unsummed,
+    summed_by_tile,
+    // operands
+    one,
+    squashed,
+    cumulated,
+    not_rescaled,
+    swapped,
+    always,
+    head_before,
+    first_head,
+    first_sequence,
+    count
+};
+
+// Factors of a place all have the pattern of its loss.
+constexpr bool is_factor(Change c) {
+    return c <= Change::over_beta;
+}
+
+// Counts tiles of keys from the first key on.
+constexpr bool is_of_tiles(Change c) {
+    return c == Change::first_tile_lost || c == Change::last_tile_lost || c == Change::not_rescaled ||
+           c == Change::last_only || c == Change::first_only || c == Change::stale;
+}
+
+// Changes some rows or tiles only: the others, and what comes of them, may be right.
+constexpr bool is_local(Change c) {
+    return (c >= Change::row_before && c <= Change::stale) || c == Change::first_only || is_of_tiles(c);
+}
+
+struct Point {
+    std::string_view place;
+    Change change = Change::count;
+
+    bool operator==(const Point&) const = default;
+};
+
+}  // namespace softdelta::diagnose
