@@ -167,7 +167,7 @@ def wanted_shapes(only):
     return [shape for shape in SHAPES if only in (None, shape[0])]
 
 
-def compile_share(share, shares, only):
+def compile_share(share, shares, only, packed):
     """Compiles every shares-th form of each of fla's kernels, and times none."""
     import triton.runtime.autotuner as tuner
     whole = tuner.Autotuner.__init__
@@ -182,9 +182,12 @@ def compile_share(share, shares, only):
 
     tuner.Autotuner.__init__ = in_part
     type(tuner.driver.active).get_benchmarker = lambda self: once
-    for rule, _, _, H, HV, way in wanted_shapes(only):
-        x = operands(rule, 2, 2048, H, HV, way)
-        calls = peer(FLA, rule, x, torch.randn_like(x["v"]), way)
+    shapes = [(rule, 32, 32, "") for rule in ("gdn", "kda") if only in (None, rule)] if packed else [
+        (rule, H, HV, way) for rule, _, _, H, HV, way in wanted_shapes(only)]
+    more = {"cu_seqlens": torch.tensor([0, 1024, 4096], device="cuda")} if packed else {}
+    for rule, H, HV, way in shapes:
+        x = operands(rule, 1 if packed else 2, 4096 if packed else 2048, H, HV, way)
+        calls = peer(FLA, rule, x, torch.randn_like(x["v"]), way, **more)
         if calls:
             calls[1]()
 
@@ -230,7 +233,7 @@ def main():
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # of those processes
     given = parser.parse_args()
     if given.share is not None:
-        return compile_share(given.share, given.compile, given.only)
+        return compile_share(given.share, given.compile, given.only, given.packed)
     for child in [subprocess.Popen([sys.executable, *sys.argv, "--share", str(i)]) for i in range(given.compile)]:
         child.wait()
     library = Library(given.library, threads=1)
