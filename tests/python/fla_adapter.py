@@ -36,6 +36,12 @@ FAMILIES = {
     "fla.ops.comba": ("chunk_comba", "fused_recurrent_comba"),
     "fla.ops.simple_gla": ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla",
                            "parallel_simple_gla"),
+    "fla.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
+    "fla.ops.gla": ("chunk_gla", "fused_recurrent_gla"),
+    "fla.ops.gdn2": ("chunk_gdn2", "fused_recurrent_gdn2"),
+    "fla.ops.gated_delta_product": ("chunk_gated_delta_product",),
+    "fla.ops.generalized_delta_rule.dplr": ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"),
+    "fla.ops.rwkv7": ("chunk_rwkv7", "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7"),
 }
 # Tests whose limit we miss, and why that is no mistake of ours.
 MISSED = {"test_chunk_use_beta_sigmoid_in_kernel[B1-T8192-H96-D128-allow_neg_eigvalTrue-torch.bfloat16]":
@@ -68,12 +74,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """A file of tests finds a `triton`. Not so torch, which would take it for Triton."""
-    before = sys.modules.get("triton")
+    """A file of tests finds a `triton`, and a GPU, which it asks for and does not use. Not so torch, which would take it for
+    Triton."""
+    before, is_available = sys.modules.get("triton"), torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
     sys.modules["triton"] = types.SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     try:
         return (yield)
     finally:
+        torch.cuda.is_available = is_available
         del sys.modules["triton"]
         if before is not None:
             sys.modules["triton"] = before
@@ -103,6 +112,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.FLA_CACHE_MODE = types.SimpleNamespace(uses_default_config=lambda: False)
         elif name.rpartition(".")[2] == "naive":
             run_part(file, module, lambda n: True)
+        elif name in FAMILIES and (naive := file.with_suffix("") / "naive.py").exists():
+            run_part(naive, module, lambda n: True)
+        elif name == "fla.ops.gated_delta_product.chunk_ref":  # its steps as tokens of the other rules
+            run_part(file, module, lambda n: True, decorated=True)
+            module.__dict__.update((n, operation(n)) for n in ("chunk_delta_rule", "chunk_gated_delta_rule"))
         elif name.rpartition(".")[2] == "gate":
             run_part(file, module, lambda n: n.startswith("naive_"))
         for family, operations in FAMILIES.items():
@@ -150,20 +164,24 @@ def operation(name):
     return run
 
 
-def run_part(file, module, wanted):
-    """The functions of a file that are wanted, with the file's imports from elsewhere."""
+def run_part(file, module, wanted, decorated=False):
+    """The functions of a file that are wanted, with the file's imports from elsewhere, without their decorators."""
     def keep(node):
         if isinstance(node, ast.Import):
             return all(n.name.split(".")[0] != "triton" for n in node.names)
         if isinstance(node, ast.ImportFrom):
             return node.level == 0 and node.module.split(".")[0] not in ("fla", "triton")
-        return isinstance(node, ast.FunctionDef) and not node.decorator_list and wanted(node.name)
+        return (isinstance(node, ast.FunctionDef) and wanted(node.name)
+                and (decorated or not node.decorator_list))
 
     tree = ast.parse(file.read_text(), str(file))
     tree.body = [node for node in tree.body if keep(node)]
+    for node in tree.body:
+        node.decorator_list = []
     exec(compile(tree, str(file), "exec"), module.__dict__)
     for name, value in list(module.__dict__.items()):
-        if name.startswith("naive_recurrent_") and not hasattr(value, "__wrapped__"):
+        if name.startswith("naive_recurrent_") and not hasattr(value, "__wrapped__") \
+                and "num_householder" not in inspect.signature(value).parameters:
             setattr(module, name, in_segments(value))
 
 
@@ -177,7 +195,8 @@ def in_segments(naive):
         call.apply_defaults()
         call = call.arguments
         tokens, state, rows = call["q"].shape[1], call["initial_state"], []
-        call["scale"] = call["scale"] or call["q"].shape[-1]**-0.5
+        if "scale" in call:
+            call["scale"] = call["scale"] or call["q"].shape[-1]**-0.5
         for first in range(0, tokens, SEGMENT):
             part = {n: t[:, first:first + SEGMENT] if torch.is_tensor(t) and n != "initial_state" else t
                     for n, t in call.items()}

@@ -39,7 +39,8 @@ def test_every_function_is_called():
                                                 "set_most_kept", "flash_attn_with_kvcache", "varlen_attn",
                                                 "sdpa_kernel", "mamba_chunk_scan_combined", "selective_state_update",
                                                 "mamba_split_conv1d_scan_combined",
-                                                "fused_recurrent_gla", "chunk_lightning_attn", "chunk_gdn2", "fused_recurrent_gdn2",
+                                                "fused_recurrent_gla", "chunk_lightning_attn", "fused_recurrent_lightning_attn",
+                                                "chunk_gdn2", "fused_recurrent_gdn2",
                                                 "chunk_gated_delta_product", "chunk_dplr_delta_rule",
                                                 "fused_recurrent_dplr_delta_rule", "chunk_rwkv7", "fused_recurrent_rwkv7",
                                                 "fused_mul_recurrent_rwkv7"}

@@ -72,7 +72,8 @@ def test_lightning_attention():
     gates = -(8 / H * (1 - 3 / 7)) * torch.arange(H, dtype=torch.float64)
     gates = gates.float().double()[None, None, :, None].expand(B, T, H, K)
     want = gla(call["q"], call["k"], call["v"], gates, call["initial_state"])
-    same(sd.chunk_lightning_attn(**call, layer_idx=3, num_layers=7, output_final_state=True), want, call)
+    for function in (sd.chunk_lightning_attn, sd.fused_recurrent_lightning_attn):
+        same(function(**call, layer_idx=3, num_layers=7, output_final_state=True), want, call)
 
 
 @pytest.mark.parametrize("function", [sd.chunk_gdn2, sd.fused_recurrent_gdn2])

@@ -25,7 +25,7 @@ from ._products import (chunk_dplr_delta_rule, chunk_gated_delta_product, chunk_
                         fused_recurrent_dplr_delta_rule, fused_recurrent_rwkv7)
 from ._sdpa_kernel import sdpa_kernel
 from ._simple_gla import (chunk_gla, chunk_lightning_attn, chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_gla,
-                          fused_recurrent_simple_gla, parallel_simple_gla)
+                          fused_recurrent_lightning_attn, fused_recurrent_simple_gla, parallel_simple_gla)
 from ._step import delta_step
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "flash_sparse_attn_func", "fused_chunk_simple_gla", "fused_mul_recurrent_rwkv7",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn2", "fused_recurrent_gla",
-    "fused_recurrent_kda", "fused_recurrent_rwkv7", "fused_recurrent_simple_gla", "mamba_chunk_scan_combined",
+    "fused_recurrent_kda", "fused_recurrent_lightning_attn", "fused_recurrent_rwkv7", "fused_recurrent_simple_gla", "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined", "parallel_simple_gla",
     "rms_norm_gated", "scaled_dot_product_attention", "sdpa_kernel", "selective_state_update", "set_most_kept",
     "varlen_attn"

@@ -377,7 +377,7 @@ def _refuse_rest(function: str, kwargs: dict, cu_seqlens=None, cu_seqlens_cpu=No
                  chunk_sizes=()) -> None:
     """What flash-linear-attention takes and we do not."""
     if chunk_sizes and (chunk_size := kwargs.pop("chunk_size", 64)) not in chunk_sizes:
-        expected = "either 32 or 64" if chunk_sizes == (32, 64) else "16, 32, or 64"  # its words
+        expected = {(64,): "64 for GDN-2", (32, 64): "either 32 or 64"}.get(chunk_sizes, "16, 32, or 64")  # its words
         raise ValueError(f"`chunk_size` must be {expected}, got {chunk_size}")
     if kwargs.pop("head_first", False):
         raise ValueError("head_first is True, expected [B, T, H, ...] tensors")

@@ -34,13 +34,12 @@ def chunk_gdn2(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet-2: S ← diag(e^g) S, S ← S + k (w∘v − Sᵀ(b∘k))ᵀ. b, as k, erases by channel, w, as v, writes. The raw
     gate and the intermediate states are chunk_kda's."""
-    chunk_size = kwargs.get("chunk_size", 64)
     state_v_first = _old_layout(kwargs, state_v_first)
     gate = _gate(use_gate_in_kernel, g, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), lower_bound)
-    _refuse_rest("chunk_gdn2", kwargs, cu_seqlens, cu_seqlens_cpu, (32, 64))
+    _refuse_rest("chunk_gdn2", kwargs, cu_seqlens, cu_seqlens_cpu, (64,))
     return _run(GDN2, _inputs(q, k, v, g, b, w, initial_state, cu_seqlens, use_qk_l2norm_in_kernel), scale,
                 output_final_state, gate=gate, v_first=state_v_first,
-                state_interval=chunk_size if return_intermediate_states else None,
+                state_interval=64 if return_intermediate_states else None,
                 whatever_kept=_flag("disable_recompute", disable_recompute), layout=layout)
 
 

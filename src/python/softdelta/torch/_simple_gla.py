@@ -123,11 +123,33 @@ def chunk_lightning_attn(
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention (Qin et al. 2024): simple GLA whose constant gates head and layer give."""
-    heads = q.shape[1 if layout == "bhtd" else 2]
-    rate = 8 / heads * (1 - layer_idx / num_layers)
-    g_gamma = -rate * torch.arange(heads, dtype=torch.float32, device=q.device)
+    g_gamma = _lightning_gates(q, q.shape[1 if layout == "bhtd" else 2], layer_idx, num_layers)
     return chunk_simple_gla(q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
                             layout=layout, **kwargs)
+
+
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As chunk_lightning_attn, for decode."""
+    _refuse_rest("fused_recurrent_lightning_attn", kwargs)
+    g_gamma = _lightning_gates(q, q.shape[2], layer_idx, num_layers)
+    return fused_recurrent_simple_gla(q, k, v, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
+                                      output_final_state=output_final_state, reverse=reverse, cu_seqlens=cu_seqlens)
+
+
+def _lightning_gates(q: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    return -8 / heads * (1 - layer / layers) * torch.arange(heads, dtype=torch.float32, device=q.device)
 
 
 def chunk_gla(
