@@ -10,6 +10,7 @@
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "diagnose/blind.h"
 #include "diagnose/diagnose.h"
 #include "diagnose/evidence/plot.h"
 #include "diagnose/report.h"
@@ -46,7 +47,7 @@ Json to_json(const Candidate& c) {
             {"explains", c.explains},         {"equal", to_json(c.equal)}};
 }
 
-Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::size_t top) {
+Json to_json(const std::string& file, const io::Call& call, const Diagnosis& d, double seconds, std::size_t top) {
     Json json{{"file", file}, {"status", status_of(judge::summarise(d.findings))}, {"seconds", seconds}};
     json["memory"] = static_cast<std::uint64_t>(d.memory);
     json["examined"] = d.examined;
@@ -72,6 +73,7 @@ Json to_json(const std::string& file, const Diagnosis& d, double seconds, std::s
         for (std::size_t i = 0; i < std::min(top, list->size()); ++i) json[name].push_back(to_json((*list)[i]));
     }
     json["pairs_left_out"] = d.ranking.pairs_left_out;
+    json["blind"] = to_json(blindness_of(call, d.ranking).unseen);
     json["within_rounding"] = to_json(d.ranking.within_rounding);
     json["no_effect"] = to_json(d.ranking.no_effect);
     return json;
@@ -110,9 +112,9 @@ Status diagnose_file(const DiagnoseRequest& request) {
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (!request.plot.empty()) write_plot(request, d);
     if (request.json)
-        std::printf(
-            "%s\n",
-            to_json(request.file, d, seconds, request.top).dump(2, ' ', true, Json::error_handler_t::replace).c_str());
+        std::printf("%s\n", to_json(request.file, call, d, seconds, request.top)
+                                .dump(2, ' ', true, Json::error_handler_t::replace)
+                                .c_str());
     else
         std::fputs(diagnose::report(request.file, call, d, seconds, {request.top, wants_colour()}).c_str(), stdout);
     return status_of(judge::summarise(d.findings));

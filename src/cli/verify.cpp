@@ -165,9 +165,11 @@ void judge_call(const Call& call, const io::CaseFile& file, const VerifyRequest&
     const std::map<std::string, Tensor> results = results_of(call, file, request, report, memory);
     report.findings = judge::verify(call, results, options);
     if constexpr (std::is_same_v<Call, io::Call>) {
-        if (!request.blind) return;
-        report.blind = diagnose::blindness_of(call, results, request.threads);
-        if (!report.blind->unseen.empty()) report.notes.push_back(report.blind->sentence());
+        report.blind =
+            request.blind ? diagnose::blindness_of(call, results, request.threads) : diagnose::blindness_by_facts(call);
+        if (!report.blind->unseen.empty() &&
+            (request.blind || judge::summarise(report.findings) != judge::Verdict::wrong))
+            report.notes.push_back(report.blind->sentence());
     }
 }
 
@@ -278,7 +280,8 @@ void print_line(const Report& report) {
     if (status == right) why = report.op + ", " + std::to_string(report.findings.size()) + " results";
     std::printf("%s: %s (%s)\n", io::printable(report.file).c_str(), coloured(words[status], colours[status]).c_str(),
                 io::printable(why).c_str());
-    if (report.blind && !report.blind->unseen.empty()) std::printf("  %s\n", report.blind->sentence().c_str());
+    if (report.blind && report.blind->of > 0 && !report.blind->unseen.empty())
+        std::printf("  %s\n", report.blind->sentence().c_str());
 }
 
 // The case files of a folder, by name.

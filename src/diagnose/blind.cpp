@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 
 #include "diagnose/diagnose.h"
@@ -123,6 +124,13 @@ Selection select_two(const Call& call) {
     return two;
 }
 
+void add_better(const Call& call, Blindness& blindness) {
+    for (const Fact& fact : facts_of(call))
+        if (fact.holds(call) &&
+            std::ranges::any_of(blindness.unseen, [&](const Entry* entry) { return entry->mistake == fact.hidden; }))
+            blindness.better.emplace_back(fact.better);
+}
+
 }  // namespace
 
 std::span<const Fact> facts_of(const io::Call& call) {
@@ -151,21 +159,37 @@ Blindness blindness_of(const io::Call& call, const std::map<std::string, Tensor>
             observation.between(mistaken.run({&entry}), Scope::both, observation.truth()).worst_block > 1;
         if (!shows) blindness.unseen.push_back(&entry);
     }
-    for (const Fact& fact : facts_of(call))
-        if (fact.holds(call) &&
-            std::ranges::any_of(blindness.unseen, [&](const Entry* entry) { return entry->mistake == fact.hidden; }))
-            blindness.better.emplace_back(fact.better);
+    add_better(call, blindness);
     return blindness;
 }
 
-std::string Blindness::sentence() const {
+Blindness blindness_of(const io::Call& call, const Ranking& ranking) {
+    Blindness blindness;
+    blindness.of = entries_of(call).size();
+    for (const auto* hidden : {&ranking.no_effect, &ranking.within_rounding})
+        std::ranges::copy_if(*hidden, std::back_inserter(blindness.unseen),
+                             [](const Entry* entry) { return entry->mistake != M::at_a_point; });
+    add_better(call, blindness);
+    return blindness;
+}
+
+Blindness blindness_by_facts(const io::Call& call) {
+    Blindness blindness;
+    for (const Fact& fact : facts_of(call))
+        for (const Entry& entry : entries_of(call))
+            if (entry.mistake == fact.hidden && fact.holds(call)) blindness.unseen.push_back(&entry);
+    add_better(call, blindness);
+    return blindness;
+}
+
+std::string Blindness::sentence(std::size_t most) const {
     if (unseen.empty()) return "";
-    std::string text = "this input cannot show " + std::to_string(unseen.size()) + " of " + std::to_string(of) +
-                       " mistakes, among them ";
-    constexpr std::size_t most = 4;
+    std::string text = "this input cannot show ";
+    if (of > 0) text += std::to_string(unseen.size()) + " of " + std::to_string(of) + " mistakes, among them ";
     for (std::size_t i = 0; i < std::min(most, unseen.size()); ++i)
         text += (i > 0 ? ", " : "") + std::string(unseen[i]->name);
-    for (std::size_t i = 0; i < better.size(); ++i) text += (i > 0 ? ", " : "; `softdelta make` with ") + better[i];
+    for (std::size_t i = 0; i < std::min(most, better.size()); ++i)
+        text += (i > 0 ? ", " : "; `softdelta make` with ") + better[i];
     return text + (better.empty() ? "" : " shows more");
 }
 

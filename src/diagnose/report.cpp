@@ -5,6 +5,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "diagnose/blind.h"
 #include "diagnose/words.h"
 #include "io/file/text.h"
 #include "judge/table.h"
@@ -37,11 +38,45 @@ Cell verdict_cell(judge::Verdict verdict) {
     return {"wrong", Colour::red};
 }
 
+// Of a wrong dump the right results are not listed.
 Table findings(const Diagnosis& d) {
     Table table({"result", "ratio", "limit", "verdict", "note"});
     for (const judge::Finding& f : d.findings)
-        table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f.verdict), {f.note}});
+        if (!d.wrong() || f.verdict != judge::Verdict::right)
+            table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f.verdict), {f.note}});
     return table;
+}
+
+std::string right_results(const Diagnosis& d) {
+    std::string names;
+    for (const judge::Finding& f : d.findings)
+        if (f.verdict == judge::Verdict::right) names.append(names.empty() ? "  right: " : ", ").append(f.name);
+    return names.empty() ? "" : names + "\n";
+}
+
+// Results of which the same is said in one sentence, without percentages.
+std::vector<std::string> gathered(const std::vector<std::string>& sentences) {
+    constexpr std::string_view end = " rows are wrong";
+    std::vector<std::pair<std::string, std::string>> groups;  // results, what is said of them
+    for (const std::string& sentence : sentences) {
+        const std::size_t at = sentence.find(end);
+        if (at == std::string::npos) {
+            groups.emplace_back("", sentence);
+            continue;
+        }
+        std::string rest = sentence.substr(at);
+        if (const std::size_t open = rest.find(" ("), percent = rest.find(" % of the wrong rows");
+            open < percent && percent != std::string::npos)
+            rest.erase(open, rest.find(')', percent) + 1 - open);
+        const auto same = std::ranges::find(groups, rest, &std::pair<std::string, std::string>::second);
+        if (same == groups.end())
+            groups.emplace_back(sentence.substr(0, at), rest);
+        else
+            same->first.append(", ").append(sentence, 0, at);
+    }
+    std::vector<std::string> text;
+    for (const auto& [results, said] : groups) text.push_back(results + said);
+    return text;
 }
 
 // Errors relative to what rounding may cost.
@@ -123,9 +158,11 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
         text.append("\n").append(paint(heading, Colour::bold)).append(rest).append("\n").append(lines);
     };
     add("Which mistake", "", indented(d.conclusion));
-    add("Where", "", indented(d.where));
+    add("Where", "", indented(gathered(d.where)));
     if (!d.stages.empty()) add("Which stage", "", stages(d));
-    add("Results", "", findings(d).text(options.coloured));
+    add("Results", "", findings(d).text(options.coloured) + right_results(d));
+    const std::vector<std::string> blind = {blindness_of(call, d.ranking).sentence(2)};
+    if (!blind.front().empty()) text.append("\n").append(indented(blind));
     if (!d.ranking.explained())
         add("Ranking", ", errors relative to what rounding may cost",
             ranked(d.ranking, options.top).text(options.coloured));

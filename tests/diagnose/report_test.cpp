@@ -1,6 +1,7 @@
 // The rest of the report: stages, the picture, the page of the catalogue; and silence about right dumps.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include "core/parallel.h"
 #include "diagnose/diagnose.h"
 #include "diagnose/evidence/plot.h"
+#include "diagnose/report.h"
 #include "judge/draw_case.h"
 #include "judge/mistakes.h"
 #include "judge/small_attention.h"
@@ -131,6 +133,37 @@ TEST(Report, OfResultsWithoutAnyDigit) {
                 }
             }
         }
+}
+
+// Lines of 100 letters.
+std::size_t lines_of(const std::string& text) {
+    std::size_t lines = 0, width = 0;
+    for (const char c : text) {
+        if (c == '\n') lines += 1 + (std::max<std::size_t>(width, 1) - 1) / 100, width = 0;
+        if (c != '\n' && (c & 0xC0) != 0x80) ++width;
+    }
+    return lines;
+}
+
+TEST(Report, FitsAScreen) {
+    std::vector<Mistake> mistakes = delta_mistakes();
+    for (const Mistake& m : attention_mistakes()) mistakes.push_back(m);
+    const char* setting = std::getenv("SOFTDELTA_REPORTS");
+    const std::size_t step = setting != nullptr ? mistakes.size() / std::strtoul(setting, nullptr, 10) : 20;
+    std::vector<std::size_t> lengths;
+    for (std::size_t i = 0; i < mistakes.size(); i += step) {
+        const io::CaseFile file = io::make_case(mistakes[i].inputs);
+        const io::Call call = io::call_of(file);
+        const Diagnosis diagnosis = diagnose_quietly(call, mistakes[i].run(call));
+        const std::string text = diagnose::report("a dump", call, diagnosis, 1, {5, false});
+        lengths.push_back(lines_of(text));
+        EXPECT_LE(lengths.back(), 60u) << text;
+        if (lengths.back() > 30) std::printf("%s\n", text.c_str());
+    }
+    std::ranges::sort(lengths);
+    EXPECT_LE(lengths[lengths.size() / 2], 25u);
+    std::printf("%zu reports: %zu lines in the middle, at most %zu\n", lengths.size(), lengths[lengths.size() / 2],
+                lengths.back());
 }
 
 TEST(Plot, DrawsTheWrongResults) {

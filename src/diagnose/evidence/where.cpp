@@ -288,7 +288,7 @@ class Betas {
 };
 
 // One factor that turns the truth into the result in all wrong rows, or β of each.
-std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& known, const Betas& betas) {
+std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& known, const Betas& betas, Index width) {
     constexpr double same = 0.05;
     std::vector<double> factors;
     Index times_beta = 0, over_beta = 0;
@@ -315,6 +315,7 @@ std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& kn
     if (high - low > same * std::abs(middle)) {
         if (10 * times_beta >= 9 * scaled) return "each wrong row is the right one times its beta";
         if (10 * over_beta >= 9 * scaled) return "each wrong row is the right one divided by its beta";
+        if (width == 1) return "";  // of one number some factor always is
         return "each wrong row is the right one times a factor of its own, " + number(low, digits) + " to " +
                number(high, digits);
     }
@@ -417,7 +418,7 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
         }
         const Dense dense(actual.at(map.result));
         add(describe_channels(*found, dense));
-        add(describe_factor(map, known, betas));
+        add(describe_factor(map, known, betas, found->blocks.features));
         add(describe_growth(map));
         add(describe_transposition(*found, dense));
         sentences.push_back(text);

@@ -76,6 +76,7 @@ def diagnose_file(
     path: bytes, actual: dict[str, Array], top: int, plot: bool, threads: int,
     progress: Callable[[float, str], object] | None, bf16: bool,
 ) -> dict[str, Any]: ...
+def hidden_mistakes(metadata: dict[str, str], tensors: dict[str, Array], bf16: bool) -> list[tuple[str, str]]: ...
 def diagnose_case(
     metadata: dict[str, str], tensors: dict[str, Array], actual: dict[str, Array], top: int, plot: bool, threads: int,
     progress: Callable[[float, str], object] | None, bf16: bool,

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <thread>
 
+#include "diagnose/blind.h"
 #include "diagnose/evidence/plot.h"
 #include "diagnose/report.h"
 #include "python/native/call.h"
@@ -114,12 +115,23 @@ nb::dict diagnose_tensors(const Metadata& metadata, const nb::dict& tensors, con
     return diagnose_case(case_of(metadata, tensors, bf16), actual, top, plot, threads, progress, bf16);
 }
 
+// (mistake, what shows it) of what the inputs hide for certain.
+nb::list hidden_mistakes(const Metadata& metadata, const nb::dict& tensors, bool bf16) {
+    const io::CaseFile file = case_of(metadata, tensors, bf16);
+    const diagnose::Blindness blind = diagnose::blindness_by_facts(io::call_of(file));
+    nb::list list;
+    for (std::size_t i = 0; i < blind.unseen.size(); ++i)
+        list.append(nb::make_tuple(blind.unseen[i]->name, blind.better[i]));
+    return list;
+}
+
 }  // namespace
 
 void bind_diagnose(nb::module_& m) {
     using namespace nb::literals;
     m.def("diagnose_file", &diagnose_file, "path"_a, "actual"_a, "top"_a, "plot"_a, "threads"_a, "progress"_a.none(),
           "bf16"_a);
+    m.def("hidden_mistakes", &hidden_mistakes, "metadata"_a, "tensors"_a, "bf16"_a);
     m.def("diagnose_case", &diagnose_tensors, "metadata"_a, "tensors"_a, "actual"_a, "top"_a, "plot"_a, "threads"_a,
           "progress"_a.none(), "bf16"_a);
 }

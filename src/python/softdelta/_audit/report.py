@@ -43,6 +43,7 @@ class Audit:
     checks: list = field(default_factory=list)
     left_out: list = field(default_factory=list)  # what the signature lacks or the caller left out
     not_reached: list = field(default_factory=list)  # within the budget
+    hidden: dict | None = None  # mistakes that no input can show, as the call lacks something: what would show them
     case: str = ""  # file of the smallest failing input
     case_says: str = ""
     diagnosis: list = field(default_factory=list)
@@ -107,7 +108,8 @@ class Audit:
                                    "verdict": f.verdict, "note": f.note} for f in r.findings.values()]}
                      for r in self.rows],
             "checks": [{"name": c.name, "faults": c.faults, "missing": c.missing} for c in self.checks],
-            "faults": self.faults, "gaps": self.gaps, "left_out": self.left_out, "case": self.case,
+            "faults": self.faults, "gaps": self.gaps, "left_out": self.left_out, "hidden": list(self.hidden or ()),
+            "case": self.case,
             "diagnosis": self.diagnosis, "repeat": self.repeat}
 
     def junit(self) -> str:
@@ -143,6 +145,8 @@ class Audit:
         passed = sum(not c.faults and not c.missing for c in self.checks)
         lines.append(f"  checks passed: {passed} of {len(self.checks)}")
         lines += some("wrong", self.faults) + some("missing", self.gaps) + some("left out", self.left_out)
+        if self.hidden:
+            lines.append(f"  no input could show {', '.join(self.hidden)}")
         if self.case:
             lines.append(f"  smallest failing input: {self.case} ({self.case_says})")
         lines += [f"  diagnosis: {d}" for d in self.diagnosis[:4]]
