@@ -248,13 +248,15 @@ TEST(DeltaCall, StatesFollowPackingAndOrder) {
 TEST(AnyCall, ToleratesWhatItDoesNotKnow) {
     CaseFile file = delta_case("kda");
     file.metadata["git\nhash"] = "7";
-    file.tensors["attention_scores"] = zeros({1});
+    for (const char* name : {"attention_scores", "db", "dh0"}) file.tensors[name] = zeros({1});
     file.tensors["v_new"] = zeros({B, T, HV, V});
     file.tensors["h"] = zeros({1});
     const Call call = call_of(file);
     EXPECT_EQ(call.intermediates, (Names{"h", "v_new"}));
     EXPECT_EQ(call.warnings, (Names{R"(metadata "git\x0ahash" is unknown and was ignored)",
-                                    R"(tensor "attention_scores" is unknown and was ignored)"}));
+                                    R"(tensor "attention_scores" is unknown and was ignored)",
+                                    R"(tensor "db" is unknown and was ignored: its name here is dbeta)",
+                                    R"(tensor "dh0" is unknown and was ignored: its name here is dinitial_state)"}));
 }
 
 }  // namespace

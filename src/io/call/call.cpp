@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "io/call/metadata.h"
+#include "io/call/other_names.h"
 #include "io/call/results.h"
 #include "io/call/tensors.h"
 #include "io/file/core_view.h"
@@ -45,7 +46,8 @@ void sort_tensors(const CaseFile& file, const Operation& op, Call& call) {
         if (lists(call.is_attention ? attention_stages : delta_stages, tensor))
             call.intermediates.push_back(tensor);
         else
-            call.warnings.push_back("tensor " + quote(tensor) + " is unknown and was ignored");
+            call.warnings.push_back("tensor " + quote(tensor) + " is unknown and was ignored" +
+                                    hint_of_name(tensor, [&](std::string_view name) { return belongs(op, name); }));
     }
 }
 

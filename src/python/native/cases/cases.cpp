@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "io/call/other_names.h"
 #include "io/file/text.h"
 #include "python/native/views.h"
 
@@ -92,7 +93,10 @@ ResultsToJudge results_of(const io::Call& call, const io::CaseFile& file, const 
     for (const auto& [key, object] : actual) {
         const auto name = nb::cast<std::string>(key);
         if (std::find(known.begin(), known.end(), name) == known.end())
-            throw nb::value_error((name + " is no result that this case of " + call.op + " can have").c_str());
+            throw nb::value_error((name + " is no result that this case of " + call.op + " can have" +
+                                   io::hint_of_name(name, [&](std::string_view ours) {
+                                       return std::ranges::count(known, ours) > 0;
+                                   })).c_str());
         results.memory.push_back(copy_of(name, object, bf16));
         const Tensor view = results.views[name] = results.memory.back().view();
         if (std::vector<std::int64_t>(view.shape().begin(), view.shape().end()) != io::output_shape(call, name))
