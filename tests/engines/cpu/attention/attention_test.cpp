@@ -112,7 +112,7 @@ Computed compute_forward(const AttentionInputs& in, const AttentionOptions& opti
 
 // Scores that grow along the keys, by little or much, pass the running maximum of a row again and again. A bias hides
 // the first keys as masks of large numbers do, the lowest number a whole part of 256 of them. So the next part begins
-// with scores that count.
+// with scores that count. Biases in bf16 go through a pipeline.
 TEST(AttentionFast, RowsWhoseScoresGrow) {
     constexpr Index L = 75, Lk = 701, D = 64;
     constexpr double lowest = std::numeric_limits<float>::lowest();
@@ -122,7 +122,7 @@ TEST(AttentionFast, RowsWhoseScoresGrow) {
                 const Index hidden = far == lowest ? 256 : 200;
                 Random random(1);
                 const Array q(DType::bf16, {1, L, 1, D}), k(DType::bf16, {1, Lk, 1, D}), v(DType::bf16, {1, Lk, 1, D}),
-                    bias(DType::f32, {1, 1, 1, Lk});
+                    bias(std::abs(far) < 1e38 ? DType::bf16 : DType::f32, {1, 1, 1, Lk});
                 for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
                 for (Index i = 0; i < L; ++i) q.set(i * D, i % 5 == 4 ? 0 : 1 + static_cast<double>(i % 3));
                 for (Index j = 0; j < Lk; ++j) k.set(j * D, static_cast<double>(j - j % 8) * growth);
@@ -142,20 +142,31 @@ TEST(AttentionFast, RowsWhoseScoresGrow) {
 }
 
 // Sizes that models have, in rows so long that every row of a group sees most key tiles whole. Beside them are the
-// tiles at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite.
+// tiles at the ends of causal masks and windows, groups of heads, few rows, and values that are not finite. The last
+// calls have a bias of all sizes or a mask that hides whole tiles.
 TEST(AttentionFast, PanelsThatAllRowsSee) {
     Random random(7);
     const auto between = [&](Index low, Index high) { return std::uniform_int_distribution<Index>(low, high)(random); };
-    for (int i = 0; i < 24; ++i) {
+    for (int i = 0; i < 36; ++i) {
         constexpr Index sizes[][2] = {{64, 64}, {128, 128}, {96, 96}, {256, 256}, {192, 128}, {80, 64}};
-        const Index D = sizes[i % 6][0], V = sizes[i % 6][1];
+        const bool addends = i >= 24;
+        const Index size = i % (addends ? 2 : 6), D = sizes[size][0], V = sizes[size][1];
         const Index Hk = 1, H = between(1, 2);
-        const Index Lk = between(100, 700), L = i % 3 == 2 ? between(30, 64) : Lk - between(0, 99);
+        const Index Lk = between(addends ? 500 : 100, 700),
+                    L = addends || i % 3 == 2 ? between(30, 64) : Lk - between(0, 99);
         const Array q(DType::bf16, {1, L, H, D}), k(DType::bf16, {1, Lk, Hk, D}), v(DType::bf16, {1, Lk, Hk, V});
         for (const Array* t : {&q, &k, &v}) fill_normal(*t, random);
         for (Index j = 0; j < q.count(); ++j) q.set(j, q.get(j) * (1 + i % 4));
         if (i % 5 == 4) v.set(between(0, v.count() - 1), INFINITY);
-        const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+        AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+        const Array bias(DType::bf16, {1, H, L, Lk}), mask(DType::boolean, {1, 1, L, Lk});
+        fill_normal(bias, random);
+        for (Index j = 0; j < bias.count(); ++j)
+            if (const Index x = between(0, 600); x < (i % 5 == 4 ? 1 : 3))
+                bias.set(j, x == 0 ? -INFINITY : x == 1 ? -1e4 : 1e4);
+        for (Index j = 0; j < mask.count(); ++j) mask.set(j, between(0, 9) > 0 && j % Lk / 128 != j / Lk % 9 ? 1 : 0);
+        if (addends && i % 3 > 0) in.bias = bias.view();
+        if (addends && i % 3 == 0) in.mask = mask.view();
         AttentionOptions options;
         if (i % 4 > 1) options.causal = Causal::bottom_right;
         if (i % 8 == 7) options.window_left = between(50, 400);

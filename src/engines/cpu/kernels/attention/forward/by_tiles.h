@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "engines/cpu/kernels/attention/forward/combine.h"
 #include "engines/cpu/kernels/attention/forward/tile_pipeline.h"
@@ -60,7 +61,8 @@ class ForwardByTiles : ForwardUnit<P> {
     void keys(Index first, Index last) {
         origin_ = first;
         listed_ = 0;
-        if (shared_ && pipeline_) {  // of all blocks: a pipeline fills once
+        // Of all blocks: a pipeline fills once. With addends a part waits for those before it, which give rows a base.
+        if (shared_ && pipeline_ && Unit::keeps_products_) {
             for (const Take take : {Take::others, Take::whole})
                 Unit::each_block(first, last, [&](Index begin, Index count) { block(begin, count, take); });
         } else {
@@ -161,18 +163,20 @@ class ForwardByTiles : ForwardUnit<P> {
                 part.key = key;
                 key = min(end, origin_ + (key - origin_) / part_keys * part_keys + part_keys);
                 part.keys = key - part.key;
-                const bool whole = is_whole(part);
+                const bool whole = is_whole(part) && (Unit::keeps_products_ || (pipeline_ && fuses(part)));
                 if (take == (whole ? Take::others : Take::whole)) continue;
-                if (whole && pipeline_)
+                if (whole && pipeline_) {
                     list_[listed_++] = part;
-                else
+                } else {
+                    if (!Unit::keeps_products_) run_listed();  // a row's parts are summed in their order
                     add(part, whole);
+                }
             }
         }
     }
 
     void run_listed() {
-        if (listed_ == 1) add(list_[0], true);  // the same bits
+        if (listed_ == 1) add(list_[0], Unit::keeps_products_);  // the same bits
         if (listed_ > 1) (this->*pipeline_)();
         listed_ = 0;
     }
@@ -186,8 +190,8 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     bool is_whole(const Part& part) const {
-        return Unit::keeps_products_ && part.keys == part_keys && part.count == group_rows &&
-               part.all_see.begin <= part.key && part.key + part_keys <= part.all_see.end && !sees_nonfinite(part);
+        return part.keys == part_keys && part.count == group_rows && part.all_see.begin <= part.key &&
+               part.key + part_keys <= part.all_see.end && !sees_nonfinite(part);
     }
 
     // Calls call(key) for the keys of the part whose values are not finite.
@@ -213,18 +217,29 @@ class ForwardByTiles : ForwardUnit<P> {
     // Null where there is none.
     using RunPipeline = void (ForwardByTiles::*)();
     RunPipeline choose_pipeline() const {
-        if (!Unit::keeps_products_) return nullptr;
         const Index c = chunks(), n = columns();
-        if (c == 2 && n == 4) return &ForwardByTiles::run_pipeline<2, 2>;
-        if (c == 3 && n == 6) return &ForwardByTiles::run_pipeline<3, 3>;
-        if (c == 4 && n == 8) return &ForwardByTiles::run_pipeline<4, 4>;
-        if (c == 6 && n == 8) return &ForwardByTiles::run_pipeline<6, 4>;
-        if (c == 8 && n == 16) return &ForwardByTiles::run_pipeline<8, 8>;
+        if (!Unit::keeps_products_) {
+            if (Unit::biased_ && head_.bias.dtype != core::DType::bf16) return nullptr;
+            if (c == 2 && n == 4) return choose_addend<2, 2>();
+            if (c == 4 && n == 8) return choose_addend<4, 4>();
+            return nullptr;
+        }
+        if (c == 2 && n == 4) return &ForwardByTiles::run_pipeline<2, 2, Scores>;
+        if (c == 3 && n == 6) return &ForwardByTiles::run_pipeline<3, 3, Scores>;
+        if (c == 4 && n == 8) return &ForwardByTiles::run_pipeline<4, 4, Scores>;
+        if (c == 6 && n == 8) return &ForwardByTiles::run_pipeline<6, 4, Scores>;
+        if (c == 8 && n == 16) return &ForwardByTiles::run_pipeline<8, 8, Scores>;
+        return nullptr;
+    }
+    template <int K, int U>
+    RunPipeline choose_addend() const {
+        if (Unit::flagged_) return &ForwardByTiles::run_pipeline<K, U, MaskedScores>;
+        if (Unit::biased_) return &ForwardByTiles::run_pipeline<K, U, BiasedScores<core::bf16>>;
         return nullptr;
     }
 
     // All listed parts: scores of a panel ahead, sums of a part behind. The sums of two panels are those of a part.
-    template <int K, int U>
+    template <int K, int U, class RowScores>
     [[gnu::noinline]] void run_pipeline() {
         float *scores = at_.scores, *next = at_.scores + panel_size;
         Word *p = at_.probabilities, *before = at_.probabilities + part_size;
@@ -233,13 +248,14 @@ class ForwardByTiles : ForwardUnit<P> {
             const Part& part = list_[n];
             begin_part(p);
             begin_rows(part, scores, panel_keys / W);
-            const bool in_16_bits = begin_16_bits(part, true);
+            const bool in_16_bits = begin_16_bits(part, RowScores::bounded);
             for (Index m = 0; m < 2; ++m) {
-                const Part& ahead = m == 0 ? part : list_[min(n + 1, listed_ - 1)];
+                const Part& next_part = list_[min(n + 1, listed_ - 1)];
+                const Part& ahead = m == 0 ? part : next_part;
                 const Index j = m == 0 ? panel_keys : 0;
                 Word* to = p + m * (part_size / 2);
                 if (n == 0) {
-                    exponentials<Scores>(part, panel_keys / W, in_16_bits, scores, to);
+                    exponentials<RowScores>(part, m * panel_keys, panel_keys, in_16_bits, scores, to);
                     score(ahead, j, panel_keys, next);
                 } else {
                     const Part& old = list_[n - 1];
@@ -249,8 +265,8 @@ class ForwardByTiles : ForwardUnit<P> {
                                                           before,
                                                           operands_.value_tile(place(old.key), m * U),
                                                           sums(old.r) + m * U * 2 * tile_words};
-                    in_16_bits ? run_panel<true>(products, part, scores, to)
-                               : run_panel<false>(products, part, scores, to);
+                    in_16_bits ? run_panel<true, RowScores>(products, part, next_part, m * panel_keys, scores, to)
+                               : run_panel<false, RowScores>(products, part, next_part, m * panel_keys, scores, to);
                 }
                 std::swap(scores, next);
             }
@@ -260,8 +276,9 @@ class ForwardByTiles : ForwardUnit<P> {
         sum(list_[listed_ - 1], before);
     }
 
-    template <bool in_16_bits, class Products>
-    [[gnu::noinline]] void run_panel(const Products& of, const Part& part, const float* scores, Word* p) {
+    template <bool in_16_bits, class RowScores, class Products>
+    [[gnu::noinline]] void run_panel(const Products& of, const Part& part, const Part& next, Index j,
+                                     const float* scores, Word* p) {
         const Products products = of;
         const auto rows = [&] {
             if constexpr (in_16_bits)
@@ -270,7 +287,9 @@ class ForwardByTiles : ForwardUnit<P> {
                 return rows_of(part);
         }();
         products.run([&, rows, scores, p ](Index l) __attribute__((always_inline)) {
-            exponentials<panel_keys / W>(part, rows, l, Scores{scores + row_of_group(l)}, p);
+            RowScores::fetch(*this, begin_ + next.r + l, next.key + j);
+            const RowScores row = RowScores::of(*this, begin_ + part.r + l, part.key + j, scores + row_of_group(l));
+            exponentials<panel_keys / W>(part, rows, l, row, p);
         });
     }
 
@@ -293,9 +312,9 @@ class ForwardByTiles : ForwardUnit<P> {
             if (!whole) finish_scores(part);
             begin_rows(part, at_.scores, whole ? panel_keys / W : vectors);
             if (whole)
-                exponentials<Scores>(part, vectors, begin_16_bits(part, true), at_.scores, at_.probabilities);
+                exponentials<Scores>(part, 0, part.keys, begin_16_bits(part, true), at_.scores, at_.probabilities);
             else
-                exponentials<AnyScores>(part, vectors, begin_16_bits(part, false), at_.scores, at_.probabilities);
+                exponentials<AnyScores>(part, 0, part.keys, begin_16_bits(part, false), at_.scores, at_.probabilities);
         }
         if (risen_) rescale(part);
         sum(part, at_.probabilities);
@@ -316,41 +335,13 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     void each_addend(const Part& part) {
-        if (Unit::flagged_)
-            return add_fused(part, [this](Index r, Index key) {
-                return MaskedScores{{nullptr}, splat(head_.scale), mask_.mask_row(r, key)};
-            });
-        const auto biased = [&](auto type) {
-            using T = decltype(type);
-            add_fused(part, [this](Index r, Index key) {
-                const void* bias = mask_.bias_row(r, key).data;
-                return BiasedScores<T>{{nullptr}, splat(head_.scale), static_cast<const T*>(bias)};
-            });
+        const auto add = [&]<class RowScores>(std::type_identity<RowScores> /*type*/) {
+            exponentials<RowScores>(part, 0, part.keys, begin_16_bits(part, false), at_.scores, at_.probabilities);
         };
-        if (head_.bias.dtype == core::DType::f32) return biased(float{});
-        if (head_.bias.dtype == core::DType::bf16) return biased(core::bf16{});
-        biased(core::f16{});
-    }
-
-    // Exponentials of a part; scores_of(row, first key) says what is added to products.
-    template <class ScoresOf>
-    [[gnu::noinline]] void add_fused(const Part& part, const ScoresOf& scores_of) {
-        const Rows rows = rows_of(part);
-        const Rows16 rows16 = rows16_of(part);
-        const bool in_16_bits = begin_16_bits(part, false);
-        for (Index l = 0; l < part.count; ++l) {
-            auto scores = scores_of(begin_ + part.r + l, part.key);
-            scores.products = at_.scores + row_of_group(l);
-            Word* p = at_.probabilities;
-            for (Index j = 0; j < part.keys; j += panel_keys, scores.advance(), p += part_size / 2) {
-                if (part.keys - j < panel_keys)
-                    exponentials<2>(part, rows, l, scores, p);
-                else if (in_16_bits)
-                    exponentials<4>(part, rows16, l, scores, p);
-                else
-                    exponentials<4>(part, rows, l, scores, p);
-            }
-        }
+        if (Unit::flagged_) return add(std::type_identity<MaskedScores>{});
+        if (head_.bias.dtype == core::DType::f32) return add(std::type_identity<BiasedScores<float>>{});
+        if (head_.bias.dtype == core::DType::bf16) return add(std::type_identity<BiasedScores<core::bf16>>{});
+        add(std::type_identity<BiasedScores<core::f16>>{});
     }
 
     // Products of keys [j, j + keys) of the part.
@@ -401,53 +392,69 @@ class ForwardByTiles : ForwardUnit<P> {
         }
     }
 
+    // Of keys [j, j + keys) of the part, in whole steps.
     template <class RowScores>
-    [[gnu::noinline]] void exponentials(const Part& part, Index vectors, bool in_16_bits, const float* scores,
+    [[gnu::noinline]] void exponentials(const Part& part, Index j, Index keys, bool in_16_bits, const float* scores,
                                         Word* p) {
         const Rows rows = rows_of(part);
         const Rows16 rows16 = rows16_of(part);
-        for (Index v = 0; v < vectors; v += 4, scores += panel_size, p += part_size / 2)
-            for (Index l = 0; l < part.count; ++l) {
-                const RowScores row{scores + row_of_group(l)};
-                if (vectors - v < 4)
-                    exponentials<2>(part, rows, l, row, p);
+        for (Index l = 0; l < part.count; ++l) {
+            const float* products = scores + row_of_group(l);
+            Word* to = p;
+            for (Index i = 0; i < keys; i += panel_keys, products += panel_size, to += part_size / 2) {
+                const RowScores row = RowScores::of(*this, begin_ + part.r + l, part.key + j + i, products);
+                if (keys - i <= square)
+                    exponentials<2>(part, rows, l, row, to);
                 else if (in_16_bits)
-                    exponentials<4>(part, rows16, l, row, p);
+                    exponentials<4>(part, rows16, l, row, to);
                 else
-                    exponentials<4>(part, rows, l, row, p);
+                    exponentials<4>(part, rows, l, row, to);
             }
+        }
     }
 
-    // Scores of a row, vector by vector.
+    // Scores of a row from a key on, vector by vector.
     struct Scores {
         static constexpr bool bounded = true;  // by the norms of q and k
         const float* products;
+        static Scores of(const ForwardByTiles& /*unit*/, Index /*row*/, Index /*key*/, const float* products) {
+            return {products};
+        }
+        static void fetch(const ForwardByTiles& /*unit*/, Index /*row*/, Index /*key*/) {}
         SOFTDELTA_INLINE F operator()(Index v) const { return load(products + v * 2 * tile_words); }
     };
     struct AnyScores : Scores {
         static constexpr bool bounded = false;
+        static AnyScores of(const ForwardByTiles& /*unit*/, Index /*row*/, Index /*key*/, const float* products) {
+            return {{products}};
+        }
     };
     template <class T>
     struct BiasedScores : Scores {
         static constexpr bool bounded = false;
         F scale;
         const T* bias;
-        SOFTDELTA_INLINE F operator()(Index v) const { return fma(Scores::operator()(v), scale, load(bias + v * W)); }
-        void advance() {
-            Scores::products += panel_size;
-            bias += panel_keys;
+        SOFTDELTA_INLINE static BiasedScores of(const ForwardByTiles& unit, Index r, Index key, const float* products) {
+            const void* bias = unit.mask_.bias_row(r, key).data;
+            return {{products}, splat(unit.head_.scale), static_cast<const T*>(bias)};
         }
+        SOFTDELTA_INLINE static void fetch(const ForwardByTiles& unit, Index r, Index key) {
+            prefetch_row(unit.mask_.bias_row(r, key), panel_keys);
+        }
+        SOFTDELTA_INLINE F operator()(Index v) const { return fma(Scores::operator()(v), scale, load(bias + v * W)); }
     };
     struct MaskedScores : Scores {
         static constexpr bool bounded = false;
         F scale;
         const std::uint8_t* flags;
+        SOFTDELTA_INLINE static MaskedScores of(const ForwardByTiles& unit, Index r, Index key, const float* products) {
+            return {{products}, splat(unit.head_.scale), unit.mask_.mask_row(r, key)};
+        }
+        SOFTDELTA_INLINE static void fetch(const ForwardByTiles& unit, Index r, Index key) {
+            prefetch_bytes(unit.mask_.mask_row(r, key), panel_keys);
+        }
         SOFTDELTA_INLINE F operator()(Index v) const {
             return select(nonzero_bytes(flags + v * W), Scores::operator()(v) * scale, F(-infinity));
-        }
-        void advance() {
-            Scores::products += panel_size;
-            flags += panel_keys;
         }
     };
 
