@@ -49,12 +49,14 @@ class Backward {
           all_heads_(heads_.sequences() * heads_.key_heads()),
           rows_(heads_.most_rows()),
           keys_(in.cu_seqlens_k ? heads_.longest_keys() : in.k.shape[1]),
-          row_blocks_(ceil_divide(rows_, kernel_.query_block)),
-          key_blocks_(std::max<Index>(1, ceil_divide(keys_, kernel_.key_block))),
-          shift_count_(std::max(row_blocks_, key_blocks_)),
           wants_tiles_(grad.dq || grad.dk || grad.dv || bias_.by_tiles()),
           packs_(grad.dq && grad.dk && grad.dv && !in.mask && !in.bias && !in.alibi_slopes && options.softcap == 0 &&
-                 options.top_w < 0),
+                 options.top_w < 0 && kernel_.packed_rows(heads_.largest()) > 0),
+          row_block_(block_size(rows_, kernel_.query_block)),
+          key_block_(block_size(keys_, kernel_.key_block)),
+          row_blocks_(ceil_divide(rows_, row_block_)),
+          key_blocks_(std::max<Index>(1, ceil_divide(keys_, key_block_))),
+          shift_count_(std::max(row_blocks_, key_blocks_)),
           batch_(std::clamp<Index>(ceil_divide(thresholds::backward_phase_units, key_blocks_), 1,
                                    std::max<Index>(1, all_heads_))),
           team_(core::useful_threads(execution.threads, attention_work(heads_, in, Direction::backward)),
@@ -81,6 +83,12 @@ class Backward {
     }
 
   private:
+    // Of packed rows or keys: as few blocks as can be, of about one size.
+    Index block_size(Index n, Index most) const {
+        const Index group = kernel_.packed_group, groups = ceil_divide(n, group);
+        return packs_ && n > 0 ? ceil_divide(groups, ceil_divide(n, most)) * group : most;
+    }
+
     void take(kernels::Scratch& memory) {
         const Index D = kernel_.row_length(in_.q.shape[3]), Dv = kernel_.row_length(in_.v.shape[3]);
         const kernels::AttentionHead largest = heads_.largest();
@@ -188,8 +196,8 @@ class Backward {
         for (Index n = 0; n < heads_.sequences(); ++n) {
             const kernels::AttentionHead h = heads_.head(n, 0);
             for (Index r = 0, end = 0; r < h.rows(); r = end) {  // rows of one block and one head
-                const Index i = r / kernel_.query_block;
-                end = std::min((i + 1) * kernel_.query_block, (r / h.queries + 1) * h.queries);
+                const Index i = r / row_block_;
+                end = std::min((i + 1) * row_block_, (r / h.queries + 1) * h.queries);
                 const Range keys = seen_blocks(h, {r % h.queries, (end - 1) % h.queries + 1});
                 for (Index j = keys.begin; j < keys.end; ++j) needed[(i - j + shift_count_) % shift_count_] = 1;
             }
@@ -202,7 +210,7 @@ class Backward {
     // Blocks of keys of which some of these queries may see some by position.
     Range seen_blocks(const kernels::AttentionHead& h, Range queries) const {
         const Index begin = std::max<Index>(0, queries.begin + h.left), end = std::min(h.keys, queries.end + h.right);
-        return {begin / kernel_.key_block, begin < end ? ceil_divide(end, kernel_.key_block) : 0};
+        return {begin / key_block_, begin < end ? ceil_divide(end, key_block_) : 0};
     }
 
     // A block of keys in a phase, and with it a block of rows.
@@ -223,28 +231,34 @@ class Backward {
         return other;
     }
 
-    // Sums are cleared by the first unit that adds to them, and stored by the last.
+    // Sums are set by the first unit that has them, and stored by the last.
     void run_step(Index u, Index b, TileStep step, std::byte* memory) const {
         const kernels::AttentionHead h = head(u);
         const kernels::AttentionGradient g = gradient(u, b);
-        const Index row_begin = row_block(step) * kernel_.query_block, key_begin = step.key_block * kernel_.key_block;
-        const Range rows{row_begin, std::min(row_begin + kernel_.query_block, h.rows())};
-        const Range keys{key_begin, std::min(key_begin + kernel_.key_block, h.keys)};
-        const Range stored{key_begin, std::min(key_begin + kernel_.key_block, in_.cu_seqlens_k ? h.keys : keys_)};
-        if (same_rows(step, -1).phase < 0 && !rows.empty()) {
-            clear(g.dq, rows, in_.q.shape[3]);
+        const Index row_begin = row_block(step) * row_block_, key_begin = step.key_block * key_block_;
+        const Range rows{row_begin, std::min(row_begin + row_block_, h.rows())};
+        const Range keys{key_begin, std::min(key_begin + key_block_, h.keys)};
+        const Range stored{key_begin, std::min(key_begin + key_block_, in_.cu_seqlens_k ? h.keys : keys_)};
+        const bool fresh_rows = same_rows(step, -1).phase < 0, fresh_keys = step.phase == 0,
+                   computes = wants_tiles_ && !rows.empty() && !keys.empty();
+        if (fresh_rows && !rows.empty()) {
             kernel_.prepare(h, saved(u), dlse(u), rows.begin, rows.end, memory, g);
             kernel_.pack_rows(h, g, rows.begin, rows.end);
+            if (!computes) clear(g.dq, rows, in_.q.shape[3]);
         }
-        if (step.phase == 0) {
-            clear(g.dk, stored, in_.q.shape[3]);
-            clear(g.dv, stored, in_.v.shape[3]);
+        if (fresh_keys) {
             if (!keys.empty()) kernel_.pack_keys(h, g, keys.begin, keys.end);
+            const Range rest{computes ? std::max(keys.end, stored.begin) : stored.begin, stored.end};
+            clear(g.dk, rest, in_.q.shape[3]);
+            clear(g.dv, rest, in_.v.shape[3]);
         }
-        if (wants_tiles_ && !rows.empty() && !keys.empty())
-            kernel_.tile(h, g, rows.begin, rows.end, keys.begin, keys.end, memory);
-        if (same_rows(step, 1).phase >= phase_count_) store_rows(u, g.dq, rows);
+        if (computes) kernel_.tile(h, g, rows, keys, fresh_rows, fresh_keys, memory);
+        if (same_rows(step, 1).phase >= phase_count_ && !rows.empty()) {
+            kernel_.finish_rows(h, g, rows, memory);
+            store_rows(u, g.dq, rows);
+        }
         if (step.phase == phase_count_ - 1) {
+            if (!keys.empty()) kernel_.finish_keys(h, g, keys, memory);
             store_keys(u, grad_.dk, g.dk, stored, in_.q.shape[3]);
             store_keys(u, grad_.dv, g.dv, stored, in_.v.shape[3]);
         }
@@ -316,8 +330,9 @@ class Backward {
     const kernels::AttentionBackward& kernel_;
     AttentionHeads heads_;
     AttentionBiasGradient bias_;
-    Index all_heads_, rows_, keys_, row_blocks_, key_blocks_, shift_count_;
+    Index all_heads_, rows_, keys_;
     bool wants_tiles_, packs_;
+    Index row_block_, key_block_, row_blocks_, key_blocks_, shift_count_;
     Index batch_;
     core::Team team_;
     // Heads whose units alternate, and those that have memory for sums: head b takes that of head b − slots, which is

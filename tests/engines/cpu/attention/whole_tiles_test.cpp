@@ -89,6 +89,9 @@ TEST(AttentionFastWholeTiles, BackwardIsRight) {
                  Case{"sink", 1, 128, 160, 2, 2, 64, 64, {}, true},
                  Case{"Inf", 1, 448, 448, 1, 1, 64, 64, causal, false, true, 420},
                  Case{"rest of a tile", 1, 400, 432, 1, 1, 64, 64, causal},
+                 Case{"rows of 96", 1, 96, 128, 1, 1, 96, 96, causal},
+                 Case{"rows of 192 and 128", 1, 64, 96, 1, 1, 192, 128},
+                 Case{"rows of 256", 1, 64, 96, 1, 1, 256, 256, causal},
              })
             check(c, level);
     });

@@ -7,6 +7,7 @@
 #include "core/dtype.h"
 #include "core/tensor.h"
 #include "engines/cpu/kernels/quantised.h"
+#include "engines/cpu/kernels/range.h"
 
 namespace softdelta::kernels {
 
@@ -118,7 +119,7 @@ struct AttentionGradient {
     float* bound = nullptr;  // [rows] with top_w
     Index* last_tie = nullptr;
     std::byte *packed_rows = nullptr, *packed_keys = nullptr;  // of the head; null: none
-    float *dq = nullptr, *dk = nullptr, *dv = nullptr;         // f32 sums, rows of row_length floats; null: not wanted
+    float *dq = nullptr, *dk = nullptr, *dv = nullptr;         // f32 sums, row_length of a row; null: not wanted
     Plane dbias;                                               // [group, queries, keys]; no data: not wanted
     enum class Bias { write, add } bias_mode = Bias::write;    // write: every element once; add: to f32 sums
 };
@@ -138,15 +139,20 @@ struct AttentionBackward {
     // would be that of the probabilities.
     void (*prepare)(const AttentionHead& head, const AttentionOutput& saved, const Plane& dlse, Index begin, Index end,
                     std::byte* scratch, const AttentionGradient& gradient);
-    // Bytes of a head's rows and keys packed for all its tile steps; 0: nothing is packed.
+    // Bytes of a head's rows and keys packed for all its tile steps, in such groups; 0: nothing is packed.
+    Index packed_group;
     Index (*packed_rows)(const AttentionHead& head);
     Index (*packed_keys)(const AttentionHead& head);
     // Packs rows [begin, end) of a tile, after prepare, and keys [first, last).
     void (*pack_rows)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end);
     void (*pack_keys)(const AttentionHead& head, const AttentionGradient& gradient, Index first, Index last);
-    // A tile step: adds the parts of dq, dk, dv and dbias that come from rows [begin, end) and keys [first, last).
-    void (*tile)(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first,
-                 Index last, std::byte* scratch);
+    // A tile step: adds the parts of dq, dk, dv and dbias that come from these rows and keys. Fresh: the first step of
+    // the rows or keys, which sets their sums.
+    void (*tile)(const AttentionHead& head, const AttentionGradient& gradient, Range rows, Range keys, bool fresh_rows,
+                 bool fresh_keys, std::byte* scratch);
+    // After the last step of rows or keys: their sums become rows, one after the other.
+    void (*finish_rows)(const AttentionHead& head, const AttentionGradient& gradient, Range rows, std::byte* scratch);
+    void (*finish_keys)(const AttentionHead& head, const AttentionGradient& gradient, Range keys, std::byte* scratch);
     // What row r adds to the gradients of its sink and of a bias that is one number for all its keys.
     RowGradient (*row_gradient)(const AttentionHead& head, const Plane& dlse, const AttentionGradient& gradient,
                                 Index r);

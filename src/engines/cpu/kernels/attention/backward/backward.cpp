@@ -330,20 +330,56 @@ std::size_t scratch(const AttentionHead& head) {
     std::size_t by_tiles = 0;
     with_product(head.bf16_products, [&](auto p) {
         BackwardMemory<decltype(p)>::take(head, memory);
-        if constexpr (decltype(p)::Tiles::exist) by_tiles = BackwardByTiles<decltype(p)>::scratch();
+        if constexpr (decltype(p)::Tiles::exist)
+            by_tiles = fits_tiles(head) ? BackwardByTiles<decltype(p)>::scratch(head) : 0;
     });
     return std::max(memory.used(), by_tiles);
 }
 
-void tile(const AttentionHead& head, const AttentionGradient& gradient, Index begin, Index end, Index first, Index last,
-          std::byte* memory) {
+Index row_length(Index n) {
+    return round_up(n, W);
+}
+
+void clear(float* sums, Range range, Index size) {
+    if (sums != nullptr) std::fill(sums + range.begin * row_length(size), sums + range.end * row_length(size), 0.0F);
+}
+
+void tile(const AttentionHead& head, const AttentionGradient& gradient, Range rows, Range keys, bool fresh_rows,
+          bool fresh_keys, std::byte* memory) {
     compute_with(head.bf16_products, [&](auto p) {
+        const auto by_vectors = [&] {
+            if (fresh_rows) clear(gradient.dq, rows, head.size);
+            if (fresh_keys) clear(gradient.dk, keys, head.size);
+            if (fresh_keys) clear(gradient.dv, keys, head.value_size);
+            TileStep<decltype(p)>(head, gradient, keys.begin, keys.end, memory).run(rows.begin, rows.end);
+        };
         if constexpr (decltype(p)::Tiles::exist) {
-            using ByTiles = BackwardByTiles<decltype(p)>;
-            if (ByTiles::takes(head, gradient, {begin, end}, {first, last}))
-                return ByTiles(head, gradient, memory).run({begin, end}, {first, last});
+            if (packs(head, gradient)) {
+                BackwardByTiles<decltype(p)> by_tiles(head, gradient, memory);
+                if (by_tiles.takes(rows, keys)) return by_tiles.run(rows, keys, fresh_rows, fresh_keys);
+                if (!fresh_rows) by_tiles.rows_as_rows(rows);
+                if (!fresh_keys) by_tiles.keys_as_rows(keys);
+                by_vectors();
+                by_tiles.rows_as_tiles(rows);
+                by_tiles.keys_as_tiles(keys);
+                return;
+            }
         }
-        TileStep<decltype(p)>(head, gradient, first, last, memory).run(begin, end);
+        by_vectors();
+    });
+}
+
+void finish_rows(const AttentionHead& head, const AttentionGradient& gradient, Range rows, std::byte* memory) {
+    with_product(head.bf16_products, [&](auto p) {
+        if constexpr (decltype(p)::Tiles::exist)
+            if (packs(head, gradient)) BackwardByTiles<decltype(p)>(head, gradient, memory).rows_as_rows(rows);
+    });
+}
+
+void finish_keys(const AttentionHead& head, const AttentionGradient& gradient, Range keys, std::byte* memory) {
+    with_product(head.bf16_products, [&](auto p) {
+        if constexpr (decltype(p)::Tiles::exist)
+            if (packs(head, gradient)) BackwardByTiles<decltype(p)>(head, gradient, memory).keys_as_rows(keys);
     });
 }
 
@@ -366,10 +402,6 @@ void pack_keys(const AttentionHead& head, const AttentionGradient& gradient, Ind
     });
 }
 
-Index row_length(Index n) {
-    return round_up(n, W);
-}
-
 }  // namespace
 
 const AttentionBackward attention_backward = {
@@ -379,11 +411,14 @@ const AttentionBackward attention_backward = {
     .prepare_scratch = prepare_scratch,
     .scratch = scratch,
     .prepare = prepare,
+    .packed_group = square,
     .packed_rows = packed<PackedRows>,
     .packed_keys = packed<PackedKeys>,
     .pack_rows = pack_rows,
     .pack_keys = pack_keys,
     .tile = tile,
+    .finish_rows = finish_rows,
+    .finish_keys = finish_keys,
     .row_gradient = row_gradient,
     .store = store_row,
 };

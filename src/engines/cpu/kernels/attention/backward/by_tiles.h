@@ -2,7 +2,9 @@
 // whose scores stay in the first-level cache. Scores lie as sᵀ = k qᵀ and dpᵀ = v doᵀ. So two neighbours of a row of
 // pᵀ and dsᵀ are a pair for the products that sum over rows. Two neighbours of a column are one for the product that
 // sums over keys:
-//     dv += pᵀ do      dk += dsᵀ q      dqᵀ = kᵀ dsᵀ
+//     dv += pᵀ do      dk += dsᵀ q      dqᵀ += kᵀ dsᵀ
+// Sums of a head lie as tiles, too, until its last step is done:
+//     dk, dv [group, D / 16, 2 tiles]: 16 keys of 16 columns      dq [group, D / 16, 2 tiles]: 16 columns of 16 rows
 #pragma once
 
 #include "engines/cpu/kernels/attention/backward/packed.h"
@@ -12,19 +14,20 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 // The scratch memory of a step.
 struct BackwardTilesMemory {
     static constexpr Index groups = backward_blocks::unit_rows / square, key_groups = backward_blocks::keys / square;
+    static constexpr Index ds_step = (key_groups * 2 + 1) * tile_words;  // groups lie in different cache sets
     std::uint32_t *p, *ds;  // [group, 2 tiles] of a group of keys, A: 16 keys of 32 rows
-    std::uint32_t* ds_t;    // [group, key group, 2 tiles] B: 32 keys of 16 rows
+    std::uint32_t* ds_t;    // [group, ds_step] of which [key group, 2 tiles] B: 32 keys of 16 rows
     float *scores, *dp;     // [2][square, square] of one group of rows and the next
-    float* result;          // [square, square]
+    float* sums;            // of a group
     float *first, *last;    // [rows] the keys that a row sees, as numbers
 
-    static BackwardTilesMemory take(Scratch& memory) {
+    static BackwardTilesMemory take(const AttentionHead& head, Scratch& memory) {
         BackwardTilesMemory m;
         m.p = memory.take<std::uint32_t>(groups * 2 * tile_words);
         m.ds = memory.take<std::uint32_t>(groups * 2 * tile_words);
-        m.ds_t = memory.take<std::uint32_t>(groups * key_groups * 2 * tile_words);
+        m.ds_t = memory.take<std::uint32_t>(groups * ds_step);
         for (float** x : {&m.scores, &m.dp}) *x = memory.take<float>(2 * square * square);
-        m.result = memory.take<float>(square * square);
+        m.sums = memory.take<float>(square * max(head.size, head.value_size));
         for (float** x : {&m.first, &m.last}) *x = memory.take<float>(groups * square);
         return m;
     }
@@ -35,37 +38,39 @@ class BackwardByTiles {
     using Tiles = typename P::Tiles;
     using Memory = BackwardTilesMemory;
     using Word = std::uint32_t;
-    static constexpr Index groups = Memory::groups, key_groups = Memory::key_groups;
+    static constexpr Index groups = Memory::groups, key_groups = Memory::key_groups, ds_step = Memory::ds_step;
 
   public:
-    static std::size_t scratch() {
+    static std::size_t scratch(const AttentionHead& head) {
         Scratch memory(nullptr);
-        Memory::take(memory);
+        Memory::take(head, memory);
         return memory.used();
-    }
-
-    // Whether all groups of the step are there.
-    static bool takes(const AttentionHead& head, const AttentionGradient& gradient, Range rows, Range keys) {
-        if (!packs(head, gradient) || (rows.end - rows.begin) % square != 0 || (keys.end - keys.begin) % square != 0)
-            return false;
-        const auto has = [](const Packed* state, Range range) {
-            for (Index g = range.begin / square; g < range.end / square; ++g)
-                if (state[g] == Packed::left_out) return false;
-            return true;
-        };
-        Scratch of_rows(gradient.packed_rows), of_keys(gradient.packed_keys);
-        return has(PackedRows::take(head, of_rows).state, rows) && has(PackedKeys::take(head, of_keys).state, keys);
     }
 
     BackwardByTiles(const AttentionHead& head, const AttentionGradient& gradient, std::byte* scratch)
         : head_(head), out_(gradient), mask_(head), size_(head.size), value_size_(head.value_size) {
         Scratch memory(scratch), of_rows(gradient.packed_rows), of_keys(gradient.packed_keys);
-        at_ = Memory::take(memory);
+        at_ = Memory::take(head, memory);
         row_ = PackedRows::take(head, of_rows);
         key_ = PackedKeys::take(head, of_keys);
+        choose_gradients();
     }
 
-    void run(Range rows, Range keys) {
+    // Whether all groups of the step are there.
+    bool takes(Range rows, Range keys) const {
+        if ((rows.end - rows.begin) % square != 0 || (keys.end - keys.begin) % square != 0) return false;
+        const auto has = [](const Packed* state, Range range) {
+            for (Index g = range.begin / square; g < range.end / square; ++g)
+                if (state[g] == Packed::left_out) return false;
+            return true;
+        };
+        return has(row_.state, rows) && has(key_.state, keys);
+    }
+
+    // fresh: sums are set, not added to.
+    void run(Range rows, Range keys, bool fresh_rows, bool fresh_keys) {
+        adds_to_rows_ = !fresh_rows;
+        adds_to_keys_ = !fresh_keys;
         begin_ = rows.begin;
         groups_ = (rows.end - rows.begin) / square;
         first_ = keys.begin;
@@ -75,7 +80,51 @@ class BackwardByTiles {
         for (Index i = 0; i < groups_; ++i) of_rows(i);
     }
 
+    // Sums of whole groups as rows, for what does not compute by tiles, and as tiles again.
+    void rows_as_rows(Range rows) const { each_group(out_.dq, rows, head_.rows(), size_, transpose_sums<true>); }
+    void rows_as_tiles(Range rows) const { each_group(out_.dq, rows, head_.rows(), size_, transpose_sums<false>); }
+    void keys_as_rows(Range keys) const {
+        each_group(out_.dk, keys, head_.keys, size_, copy_sums<true>);
+        each_group(out_.dv, keys, head_.keys, value_size_, copy_sums<true>);
+    }
+    void keys_as_tiles(Range keys) const {
+        each_group(out_.dk, keys, head_.keys, size_, copy_sums<false>);
+        each_group(out_.dv, keys, head_.keys, value_size_, copy_sums<false>);
+    }
+
   private:
+    template <class Change>
+    void each_group(float* sums, Range range, Index all, Index n, const Change& change) const {
+        for (Index g = range.begin / square; g < min(range.end, all) / square; ++g) {
+            float* group = sums + g * square * n;
+            std::copy_n(group, square * n, at_.sums);
+            change(at_.sums, group, n);
+        }
+    }
+    // Of a group, from tiles to rows or back.
+    template <bool to_rows>
+    static void copy_sums(const float* from, float* to, Index n) {
+        for (Index r = 0; r < square; ++r)
+            for (Index c = 0; c < n / W; ++c) {
+                const Index row = r * n + c * W, tile = (c * square + r) * W;
+                store(to + (to_rows ? row : tile), load(from + (to_rows ? tile : row)));
+            }
+    }
+    // Columns 4i … 4i + 3 of the left tile are rows 8i … 8i + 3, those of the right one 8i + 4 … 8i + 7.
+    template <bool to_rows>
+    static void transpose_sums(const float* from, float* to, Index n) {
+        for (Index c = 0; c < n / W; ++c)
+            for (Index half = 0; half < 2; ++half) {
+                U block[W];
+                const auto place = [&](bool in_rows, Index i) {
+                    return in_rows ? (i / 4 * 8 + half * 4 + i % 4) * n + c * W : ((c * 2 + half) * W + i) * W;
+                };
+                for (Index i = 0; i < W; ++i) block[i] = as_words(load(from + place(!to_rows, i)));
+                transpose(block);
+                for (Index i = 0; i < W; ++i) store(to + place(to_rows, i), as_floats(block[i]));
+            }
+    }
+
     // Groups of all rows and keys.
     Index row_group(Index i) const { return begin_ / square + i; }
     Index key_group(Index j) const { return first_ / square + j; }
@@ -116,38 +165,68 @@ class BackwardByTiles {
         }
     }
 
-    // dv and dk of a group of keys, and ds for dq.
+    // A group of keys and one of rows.
+    struct Pair {
+        Index j, i;
+    };
+
+    // The groups of rows that see one of keys follow each other.
+    Pair next(Pair pair) const {
+        if (pair.i + 1 < seeing_[pair.j].end) return {pair.j, pair.i + 1};
+        for (Index j = pair.j + 1; j < key_groups_; ++j)
+            if (!seeing_[j].empty()) return {j, seeing_[j].begin};
+        return pair;
+    }
+
+    // dv and dk of a group of keys, and ds for dq. Scores are computed one pair ahead.
     void of_keys(Index j) {
         const Range rows = seeing_[j];
-        if (rows.empty()) return;
-        score(j, rows.begin);
         for (Index i = rows.begin; i < rows.end; ++i) {
-            if (i + 1 < rows.end) score(j, i + 1);  // its tiles are stored while exponentials begin
-            const Range all = all_see_[i];
-            if (all.begin <= j * square && (j + 1) * square <= all.end)
-                gradients<false>(j, i);
-            else
-                gradients<true>(j, i);
+            if (pairs_ == 0) score({j, i}, 0);
+            const bool masked = all_see_[i].begin > j * square || (j + 1) * square > all_see_[i].end;
+            (this->*gradients_[masked])({j, i}, next({j, i}));
+            ++pairs_;
+            fetch_sums(out_.dv, value_size_, j, i - rows.begin, rows.end - rows.begin);
+            fetch_sums(out_.dk, size_, j, i - rows.begin, rows.end - rows.begin);
         }
         sum_over_rows(j, rows, at_.p, row_.d_o, value_size_, out_.dv);
         sum_over_rows(j, rows, at_.ds, row_.queries, size_, out_.dk);
     }
 
-    // Scores and dp of group j of keys and i of rows.
-    void score(Index j, Index i) const {
-        const Index step = 2 * tile_words;
-        const auto multiply = [&](const Word* a, const Word* b, Index n, float* c) {
-            n /= square;
-            multiply_square<Tiles>(
-                {a + key_group(j) * n * step, step, b + row_group(i) * n * step, step, n, c, square, false});
-        };
-        multiply(key_.keys, row_.queries_t, size_, at_.scores + i % 2 * square * square);
-        multiply(key_.values, row_.d_o_t, value_size_, at_.dp + i % 2 * square * square);
+    // Part i of n of the sums of a group of keys.
+    void fetch_sums(const float* sums, Index size, Index j, Index i, Index n) const {
+        const Index floats = (square * size / n + W) / W * W;
+        const float* from = sums + key_group(j) * square * size + i * floats;
+        for (Index x = 0; x < floats; x += W) prefetch_for_write(from + x);
     }
 
-    // Scores and dp become p and ds; 0 where a row does not see the key.
-    template <bool masked>
-    [[gnu::noinline]] void gradients(Index j, Index i) {
+    // Operands of the products of a pair, and where those of pair number n go.
+    struct Products {
+        const Word *keys, *queries, *values, *d_o;
+        float *scores, *dp;
+    };
+    Products products(Pair pair, Index n) const {
+        return {key_.keys + key_group(pair.j) * size_ * W,
+                row_.queries_t + row_group(pair.i) * size_ * W,
+                key_.values + key_group(pair.j) * value_size_ * W,
+                row_.d_o_t + row_group(pair.i) * value_size_ * W,
+                at_.scores + n % 2 * square * square,
+                at_.dp + n % 2 * square * square};
+    }
+
+    // Scores and dp of a pair.
+    void score(Pair pair, Index n) const {
+        const Products x = products(pair, n);
+        multiply_columns<Tiles>(x.keys, x.queries, size_ / square * tile_words, size_ / square, x.scores, 2, false);
+        multiply_columns<Tiles>(x.values, x.d_o, value_size_ / square * tile_words, value_size_ / square, x.dp, 2,
+                                false);
+    }
+
+    // Scores and dp of a pair become p and ds; 0 where a row does not see the key. Beside it those of the next are
+    // computed: K, V: steps of the depth of both, 0: any.
+    template <bool masked, int K, int V>
+    [[gnu::noinline]] void gradients(Pair pair, Pair ahead) {
+        const Index j = pair.j, i = pair.i;
         const F slope = splat(score_scale(head_) * log2_e), scale = splat(head_.scale);
         F shift[2], delta[2], first[2], last[2];
         for (Index h = 0; h < 2; ++h) {
@@ -156,10 +235,12 @@ class BackwardByTiles {
             first[h] = masked ? load(at_.first + i * square + h * W) : splat(0.0F);
             last[h] = masked ? load(at_.last + i * square + h * W) : splat(0.0F);
         }
-        const float *scores = at_.scores + i % 2 * square * square, *dp = at_.dp + i % 2 * square * square;
+        const Products now = products(pair, pairs_), then = products(ahead, pairs_ + 1);
+        const float *scores = now.scores, *dp = now.dp;
         Word *p_out = at_.p + i * 2 * tile_words, *ds_out = at_.ds + i * 2 * tile_words;
-        Word* ds_t = at_.ds_t + (i * key_groups_ + j) * 2 * tile_words;
-        for (Index k = 0; k < square; k += 2) {
+        Word* ds_t = at_.ds_t + i * ds_step + j * 2 * tile_words;
+        const auto step = [=](Index t) __attribute__((always_inline)) {
+            const Index k = 2 * t;
             U words[2];
 #pragma GCC unroll 2
             for (Index m = 0; m < 2; ++m) {
@@ -167,7 +248,7 @@ class BackwardByTiles {
                 const F key = splat(static_cast<float>(j * square + k + m));
 #pragma GCC unroll 2
                 for (Index h = 0; h < 2; ++h) {
-                    const Index at = (k + m) * square + h * W;
+                    const Index at = (h * square + k + m) * W;
                     p[h] = exp2_for_bf16(fma(load(scores + at), slope, shift[h]));
                     ds[h] = p[h] * fma(load(dp + at), scale, delta[h]);
                     if constexpr (masked) {
@@ -182,45 +263,59 @@ class BackwardByTiles {
             }
             U low, high;
             Tiles::interleave(words[0], words[1], low, high);
-            store(ds_t + k / 2 * W, low);
-            store(ds_t + tile_words + k / 2 * W, high);
+            store(ds_t + t * W, low);
+            store(ds_t + tile_words + t * W, high);
+        };
+        constexpr int steps = square / 2;
+        if constexpr (K == 0) {
+            score(ahead, pairs_ + 1);
+            for (Index t = 0; t < steps; ++t) step(t);
+        } else {
+            constexpr int part = steps / 4 - 1;
+            for (Index h = 0; h < 2; ++h)
+                multiply_between<Tiles, K, part>(then.keys, then.queries + h * K * tile_words,
+                                                 then.scores + h * 2 * tile_words, h * part, step);
+            for (Index h = 0; h < 2; ++h)
+                multiply_between<Tiles, V, part>(then.values, then.d_o + h * V * tile_words,
+                                                 then.dp + h * 2 * tile_words, (h + 2) * part, step);
+            for (Index t = 4 * part; t < steps; ++t) step(t);
         }
+    }
+
+    using Gradients = void (BackwardByTiles::*)(Pair, Pair);
+    template <int K, int V>
+    void choose() {
+        gradients_[0] = &BackwardByTiles::gradients<false, K, V>;
+        gradients_[1] = &BackwardByTiles::gradients<true, K, V>;
+    }
+    void choose_gradients() {
+        const Index k = size_ / square, v = value_size_ / square;
+        if (k == 2 && v == 2) return choose<2, 2>();
+        if (k == 3 && v == 3) return choose<3, 3>();
+        if (k == 4 && v == 4) return choose<4, 4>();
+        if (k == 6 && v == 4) return choose<6, 4>();
+        if (k == 8 && v == 8) return choose<8, 8>();
+        choose<0, 0>();
     }
 
     // sums += xᵀ·y: x of a group of keys, y of n columns.
     void sum_over_rows(Index j, Range rows, const Word* x, const Word* y, Index n, float* sums) const {
-        const Index step = n / tile_size * tile_words;
-        for (Index c = 0; c < n; c += square)
-            multiply_square<Tiles>({x + rows.begin * 2 * tile_words, 2 * tile_words,
-                                    y + row_group(rows.begin) * step + c / tile_size * tile_words, step,
-                                    rows.end - rows.begin, sums + (first_ + j * square) * n + c, n, true});
+        sums += key_group(j) * square * n;
+        if (rows.empty() && adds_to_keys_) return;
+        if (rows.empty()) rows = {0, 0};  // zeros
+        multiply_columns<Tiles>(x + rows.begin * 2 * tile_words, y + row_group(rows.begin) * tile_words,
+                                head_.rows() / square * tile_words, rows.end - rows.begin, sums, n / tile_size,
+                                adds_to_keys_);
     }
 
     // dq of a group of rows.
     void of_rows(Index i) {
-        const Index n = size_, step = n / tile_size * tile_words;
         const Range keys = seen_[i];
-        if (keys.empty()) return;
-        for (Index c = 0; c < n; c += square) {
-            multiply_square<Tiles>({key_.keys_t + key_group(keys.begin) * step + c / tile_size * tile_words, step,
-                                    at_.ds_t + (i * key_groups_ + keys.begin) * 2 * tile_words, 2 * tile_words,
-                                    keys.end - keys.begin, at_.result, square, false});
-            add_transposed(out_.dq + (begin_ + i * square) * n + c, n);
-        }
-    }
-
-    // Columns 4i … 4i + 3 of the left half of `result` are rows 8i … 8i + 3, those of the right one 8i + 4 … 8i + 7.
-    void add_transposed(float* sums, Index n) const {
-        for (Index half = 0; half < 2; ++half)
-            for (Index c = 0; c < square; c += W) {
-                U block[W];
-                for (Index d = 0; d < W; ++d) block[d] = as_words(load(at_.result + (c + d) * square + half * W));
-                transpose(block);
-                for (Index l = 0; l < W; ++l) {
-                    float* row = sums + (l / 4 * 8 + half * 4 + l % 4) * n + c;
-                    store(row, load(row) + as_floats(block[l]));
-                }
-            }
+        if (keys.empty() && adds_to_rows_) return;
+        for (Index c = 0; c < size_ / tile_size; ++c)
+            multiply_row<Tiles>(key_.keys_t + (c * (head_.keys / square) + key_group(keys.begin)) * tile_words,
+                                at_.ds_t + i * ds_step + keys.begin * 2 * tile_words, keys.end - keys.begin,
+                                out_.dq + row_group(i) * square * size_ + c * 2 * tile_words, adds_to_rows_);
     }
 
     const AttentionHead& head_;
@@ -233,7 +328,10 @@ class BackwardByTiles {
     Index begin_ = 0, groups_ = 0;             // of the rows
     Index first_ = 0, key_groups_ = 0;         // of the keys
     Range seeing_[key_groups], seen_[groups];  // groups that see a group of keys, or that a group of rows sees
-    Range all_see_[groups];                    // keys that all rows of a group see
+    Gradients gradients_[2];                   // of pairs of which all rows see all keys, and others
+    Index pairs_ = 0;                          // that were computed
+    bool adds_to_rows_ = true, adds_to_keys_ = true;
+    Range all_see_[groups];  // keys that all rows of a group see
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

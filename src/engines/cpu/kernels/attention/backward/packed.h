@@ -14,8 +14,8 @@ enum class Packed : std::uint32_t { whole, has_dead_rows, left_out };
 
 struct PackedRows {
     Packed* state;                     // [group]
-    std::uint32_t *queries_t, *d_o_t;  // [group, D / 32, 2 tiles] B: 32 numbers of 16 rows
-    std::uint32_t *queries, *d_o;      // [group, D / 16 tiles] B: 32 rows of 16 columns
+    std::uint32_t *queries_t, *d_o_t;  // [group, 2 × 16 rows, D / 32 tiles] B: 32 numbers of 16 rows
+    std::uint32_t *queries, *d_o;      // [D / 16 columns, group] B: 32 rows of 16 columns
     float *shift, *delta;              // [row] a probability is 2^(product·slope + shift); −scale·delta
 
     static PackedRows take(const AttentionHead& head, Scratch& memory) {
@@ -36,7 +36,7 @@ struct PackedRows {
 struct PackedKeys {
     Packed* state;                 // [group]
     std::uint32_t *keys, *values;  // [group, D / 32, 2 tiles] A: 16 keys of 32 numbers
-    std::uint32_t* keys_t;         // [group, D / 16 tiles] A: 16 columns of 32 keys
+    std::uint32_t* keys_t;         // [D / 16 columns, group] A: 16 columns of 32 keys
 
     static PackedKeys take(const AttentionHead& head, Scratch& memory) {
         const Index groups = head.keys / square, k = groups * square * head.size / 2;
@@ -119,7 +119,7 @@ struct PackTiles {
                 U tile[W];
                 for (Index i = 0; i < W; ++i) tile[i] = pairs_of_rows(tiles, c, i);
                 transpose(tile);
-                store_tile(tile, out.keys_t + (g * (head.size / tile_size) + c) * tile_words);
+                store_tile(tile, out.keys_t + (c * (head.keys / square) + g) * tile_words);
             }
         }
     }
@@ -157,18 +157,17 @@ struct PackTiles {
             if (g + 1 < last) prefetch_row(query_row(head, t, r + square), n);
         }
         tiles_t += g * (square / 2) * n;
-        tiles += g * (square / 2) * n;
-        // First as A where columns will lie.
-        if (!copy_rows(rows, n, tiles_t)) return false;
+        alignas(64) Word as_a[square * most_packed / 2];
+        if (!copy_rows(rows, n, as_a)) return false;
         U tile[W];
         for (Index c = 0; c < n / tile_size; ++c) {
-            for (Index i = 0; i < W; ++i) tile[i] = pairs_of_rows(tiles_t, c, i);
-            store_tile(tile, tiles + c * tile_words);
+            for (Index i = 0; i < W; ++i) tile[i] = pairs_of_rows(as_a, c, i);
+            store_tile(tile, tiles + (c * (head.rows() / square) + g) * tile_words);
         }
         for (Index c = 0; c < n / tile_size; ++c) {
-            for (Index i = 0; i < W; ++i) tile[i] = load(tiles_t + c * tile_words + i * W);
+            for (Index i = 0; i < W; ++i) tile[i] = load(as_a + c * tile_words + i * W);
             transpose(tile);
-            store_tile(tile, tiles_t + c * tile_words);
+            store_tile(tile, tiles_t + (c % 2 * (n / square) + c / 2) * tile_words);
         }
         return true;
     }
