@@ -3,17 +3,10 @@
 
 #include <cstring>
 
-#include "engines/cuda/attention/backward.h"
-#include "engines/cuda/attention/forward.h"
-#include "engines/cuda/delta_rule/backward.h"
-#include "engines/cuda/delta_rule/forward.h"
-#include "engines/cuda/delta_rule/step/step.h"
-#include "engines/cuda/delta_rule/tokens/backward.h"
-#include "engines/cuda/delta_rule/tokens/forward.h"
-#include "engines/cuda/device/events.h"
+#include "engines/cuda/attention/passes.h"
+#include "engines/cuda/delta_rule/passes.h"
 #include "engines/cuda/device/launch.h"
-#include "engines/cuda/layer/convolution.h"
-#include "engines/cuda/layer/norm.h"
+#include "engines/cuda/layer/passes.h"
 #include "engines/plugin.h"
 #include "engines/refuse_f64.h"
 

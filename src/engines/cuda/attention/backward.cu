@@ -1,7 +1,6 @@
 // The backward pass: sums of every row once more, D, and then each gradient in a kernel of its own.
-#include "engines/cuda/attention/backward.h"
-
 #include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/passes.h"
 #include "engines/cuda/attention/rows.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/device/workspace.h"
@@ -64,11 +63,10 @@ class TermWarp {
         }
         float own = 0;  // of lane r: row r
         Row row = rows[0];
-#pragma unroll
-        for (int r = 0; r < term_rows; ++r) {
+        unrolled<term_rows>([&](int r) {
             const float sum = sum_of_warp(D[r]);
             if (lane == r) own = sum, row = rows[r];
-        }
+        });
         if (lane < term_rows && row.number < call_.total_queries) store(row, own);
     }
 
@@ -91,25 +89,23 @@ class TermWarp {
     __device__ void add_units(T type, const Row (&rows)[term_rows], int lane, float (&D)[term_rows]) const {
         const T *o[term_rows], *d_o[term_rows];
         bool is[term_rows];
-#pragma unroll
-        for (int r = 0; r < term_rows; ++r) {
+        unrolled<term_rows>([&](int r) {
             D[r] = 0, is[r] = counts(rows[r].number);
             o[r] = static_cast<const T*>(saved_.o.data) + at(saved_.o, rows[r]);
             d_o[r] = static_cast<const T*>(saved_.d_o.data) + at(saved_.d_o, rows[r]);
-        }
+        });
         for (int c = 4 * lane; c < call_.value_channels; c += 128) {
             uint2 x[term_rows] = {}, y[term_rows] = {};
-#pragma unroll
-            for (int r = 0; r < term_rows; ++r)
+            unrolled<term_rows>([&](int r) {
                 if (is[r])
                     x[r] = *reinterpret_cast<const uint2*>(d_o[r] + c),
                     y[r] = *reinterpret_cast<const uint2*>(o[r] + c);
-#pragma unroll
-            for (int r = 0; r < term_rows; ++r) {
+            });
+            unrolled<term_rows>([&](int r) {
                 const float2 x0 = ptx::unpack(x[r].x, type), x1 = ptx::unpack(x[r].y, type);
                 const float2 y0 = ptx::unpack(y[r].x, type), y1 = ptx::unpack(y[r].y, type);
                 D[r] = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D[r]))));
-            }
+            });
         }
     }
 

@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(threads) bias_sum_kernel(const __grid_constant
             float x[unit];
             load_unit(from + h * stride[1], x);
             const float slope = turn.slopes ? load(turn.slopes, (ds.first_head + h) * turn.slopes.stride[0]) : 1.0F;
-#pragma unroll
-            for (int e = 0; e < unit; ++e) sum[e] = fmaf(slope, x[e], sum[e]);
+            unrolled<unit>([&](int e) { sum[e] = fmaf(slope, x[e], sum[e]); });
         }
     }
     if (!turn.last) {
@@ -90,9 +89,9 @@ __global__ void __launch_bounds__(threads) bias_sum_kernel(const __grid_constant
             uint4{two[0], two[1], two[2], two[3]};
         return;
     }
-#pragma unroll
-    for (int e = 0; e < unit; ++e)
+    unrolled<unit>([&](int e) {
         if (j + e < turn.keys) store(to, at + (j + e) * to.stride[3], sum[e]);
+    });
 }
 
 }  // namespace

@@ -4,8 +4,7 @@
 #include <algorithm>
 
 #include "core/attention.h"
-#include "engines/cuda/attention/forward.h"
-#include "engines/cuda/device/tile_list.h"
+#include "engines/cuda/attention/passes.h"
 #include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
@@ -106,6 +105,12 @@ struct RowTile {
     Index first;
 
     __device__ explicit operator bool() const { return i >= 0; }
+};
+
+// A tile of rows of packed sequences. A grid has a block for each entry of a list, so that its size follows the rows
+// there are, not their product with the sequences.
+struct TilePlace {
+    int sequence = -1, first = 0;  // the tile's first row in its sequence; −1: no tile is here
 };
 
 // Tiles of all packed sequences, on the device; most: entries, some of them without a tile.

@@ -59,8 +59,7 @@ class Decode {
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head_, call_.value_channels);
         const Index begin = keys.begin + warp_ * step_keys;
-#pragma unroll
-        for (int i = 0; i < stages - 1; ++i) copy(k, v, begin + i * warps * step_keys, keys.end, i);
+        unrolled<stages - 1>([&](int i) { copy(k, v, begin + i * warps * step_keys, keys.end, i); });
         __syncthreads();  // queries
         int stage = 0;
         for (Index at = begin; at < keys.end; at += warps * step_keys) {
@@ -75,24 +74,14 @@ class Decode {
     }
 
   private:
-    __device__ int rows() const {
-        return static_cast<int>(call_.queries) * call_.group;
-    }
-    __device__ int query_of(int row) const {
-        return row / call_.group;
-    }
-    __device__ int head_of(int row) const {
-        return key_head_ * call_.group + row % call_.group;
-    }
-    __device__ KeyTile queries() const {
-        return {base_};
-    }
+    __device__ int rows() const { return static_cast<int>(call_.queries) * call_.group; }
+    __device__ int query_of(int row) const { return row / call_.group; }
+    __device__ int head_of(int row) const { return key_head_ * call_.group + row % call_.group; }
+    __device__ KeyTile queries() const { return {base_}; }
     __device__ KeyTile keys(int stage) const {
         return {base_ + static_cast<std::uint32_t>(stages_at + (warp_ * stages + stage) * stage_bytes)};
     }
-    __device__ ValueTile values(int stage) const {
-        return {keys(stage).base + static_cast<std::uint32_t>(key_bytes)};
-    }
+    __device__ ValueTile values(int stage) const { return {keys(stage).base + static_cast<std::uint32_t>(key_bytes)}; }
 
     // The keys that any query sees, cut into ranges of whole steps of the block.
     __device__ KeyRange keys_of_split() {
@@ -132,13 +121,12 @@ class Decode {
                               int channels) const {
         constexpr int units = n / 8;
         const Index mine = from.offset(at + min(lane_ % step_keys, count - 1));  // a paged row is looked up once
-#pragma unroll
-        for (int i = 0; i < step_keys * units / 32; ++i) {
+        unrolled<step_keys * units / 32>([&](int i) {
             const int place = 32 * i + lane_, r = place / units, u = place % units;
             const Index offset = __shfl_sync(0xffffffffu, mine, r);
             const bool take = r < count && 8 * u < channels;
             ptx::copy_async(tile.unit(r, u), from.data() + (take ? offset + channel + 8 * u : 0), take);
-        }
+        });
     }
 
     // 16 keys.
@@ -223,18 +211,16 @@ class Decode {
         float top = -INFINITY, sum = 0, factor[warps];
         for (int w = 0; w < warps; ++w) top = fmaxf(top, ends[2 * (w * block_rows + r)]);
         const float base = top == -INFINITY ? 0.0F : top;
-#pragma unroll
-        for (int w = 0; w < warps; ++w) {
+        unrolled<warps>([&](int w) {
             factor[w] = ptx::exp2((ends[2 * (w * block_rows + r)] - base) * log2_e);
             sum += factor[w] * ends[2 * (w * block_rows + r) + 1];
-        }
+        });
         const Index part = parts_.at(call_, sequence_, head_of(row), query_of(row)) + split_;
         const int first = static_cast<int>(threadIdx.x) % at_once;
         if (first == 0 && first_channel_ == 0) parts_.ends[part] = float2{top, sum};
         for (int c = first; c < value_channels_; c += at_once) {
             float all = 0;
-#pragma unroll
-            for (int w = 0; w < warps; ++w) all += factor[w] * o[(w * block_rows + r) * value_columns + c];
+            unrolled<warps>([&](int w) { all += factor[w] * o[(w * block_rows + r) * value_columns + c]; });
             parts_.o[part * call_.value_channels + first_channel_ + c] = all;
         }
     }
@@ -273,20 +259,18 @@ __global__ void __launch_bounds__(32 * combine_warps)
 
     float2 ends[most_splits / 32];
     float top = -INFINITY, sum = 0;
-#pragma unroll
-    for (int n = 0; n < most_splits / 32; ++n) {
+    unrolled<most_splits / 32>([&](int n) {
         const int p = lane + 32 * n;
         ends[n] = p < parts.splits ? parts.ends[first + p] : float2{-INFINITY, 0};
         top = fmaxf(top, ends[n].x);
-    }
+    });
     top = maximum_of_warp(top);
     const bool seen = top != -INFINITY;
-#pragma unroll
-    for (int n = 0; n < most_splits / 32; ++n) {
+    unrolled<most_splits / 32>([&](int n) {
         const float factor = seen ? ptx::exp2((ends[n].x - top) * log2_e) : 0.0F;
         if (warp == 0) factors[lane + 32 * n] = factor;
         sum = fmaf(factor, ends[n].y, sum);
-    }
+    });
     sum = sum_of_warp(sum) * weight_unit;
     const RowEnd end = end_of_row(call, head, top, sum, seen);
     const KeyRange keys = visible_keys(call, s, i);

@@ -1,8 +1,8 @@
 // Which kernels compute a call, and how: the forward pass, and what the backward pass asks.
 #include <algorithm>
 
-#include "engines/cuda/attention/forward.h"
 #include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/passes.h"
 #include "engines/cuda/attention/warpgroup/added.h"
 #include "engines/cuda/device/level.h"
 #include "engines/cuda/device/workspace.h"

@@ -109,21 +109,19 @@ class Rows {
                 std::uint32_t out[planes][4] = {};
                 if (row < count_ && left > 0) {
                     const auto* from = data + offset(row) + 8 * u * step;
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
+                    unrolled<4>([&](int c) {
                         const float x = 2 * c < left ? to_float(from[2 * c * step]) : 0.0F;
                         const float y = 2 * c + 1 < left ? to_float(from[(2 * c + 1) * step]) : 0.0F;
                         std::uint32_t both[planes];
                         split<planes>(x, y, both);
-#pragma unroll
-                        for (int p = 0; p < planes; ++p) out[p][c] = both[p];
-                    }
+                        unrolled<planes>([&](int p) { out[p][c] = both[p]; });
+                    });
                     if (nonfinite != nullptr) mark(out, nonfinite + r);
                 }
-#pragma unroll
-                for (int p = 0; p < planes; ++p)
+                unrolled<planes>([&](int p) {
                     *reinterpret_cast<uint4*>(shared_at(tile[p].unit(r, u))) =
                         uint4{out[p][0], out[p][1], out[p][2], out[p][3]};
+                });
             }
         });
     }
@@ -131,13 +129,12 @@ class Rows {
     // What is not finite has all of it in the first plane.
     template <int planes>
     __device__ static void mark(std::uint32_t (&x)[planes][4], int* nonfinite) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            if (!ptx::has_nonfinite(x[0][c], Plane())) continue;
+        unrolled<4>([&](int c) {
+            if (!ptx::has_nonfinite(x[0][c], Plane())) return;
             *nonfinite = 1;
             const float2 both = ptx::unpack(x[0][c], Plane());
             x[0][c] = ptx::pack(isfinite(both.x) ? both.x : 0.0F, isfinite(both.y) ? both.y : 0.0F, Plane());
-        }
+        });
     }
 
     const View* view_;

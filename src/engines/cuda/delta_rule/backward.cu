@@ -1,11 +1,9 @@
 // A call's gradients in chunks: memory, then the passes in order.
-#include "engines/cuda/delta_rule/backward.h"
-
 #include <algorithm>
 
 #include "engines/cuda/delta_rule/fold/launch.h"
+#include "engines/cuda/delta_rule/passes.h"
 #include "engines/cuda/delta_rule/saved.h"
-#include "engines/cuda/device/events.h"
 #include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {

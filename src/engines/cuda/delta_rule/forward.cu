@@ -1,13 +1,10 @@
 // A call in chunks: every chunk is folded, in any order; then heads are scanned.
-#include "engines/cuda/delta_rule/forward.h"
-
 #include <cstdint>
 #include <string>
 
 #include "engines/cuda/delta_rule/chunk.h"
 #include "engines/cuda/delta_rule/fold/launch.h"
-#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
-#include "engines/cuda/device/events.h"
+#include "engines/cuda/delta_rule/passes.h"
 #include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {

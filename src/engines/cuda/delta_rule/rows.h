@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
-#include "engines/cuda/tile/unroll.h"
+#include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
 
@@ -13,8 +13,7 @@ __device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const V
     constexpr int units = columns / 8;
     const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
     const auto* data = static_cast<const T*>(view.data);
-    const T* from = data + s.batch * view.stride[0] + (s.begin + c * chunk_rows + first_row) * view.stride[1] +
-                    head * view.stride[2] + first + 8 * u;
+    const T* from = data + s.row(view, c * chunk_rows + first_row, head) + first + 8 * u;
     const bool inside = first + 8 * u < size;
     const Index step = rows_at_once * view.stride[1];
     if (count >= chunk_rows && inside) {
@@ -43,10 +42,8 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
     const int u = thread % Rows::units, rows_at_once = threads / Rows::units;
     const bool inside = first + 8 * u < size;
     const auto* data = static_cast<const T*>(from.data);
-    const auto* row_data = data + s.batch * from.stride[0] + (s.begin + c * chunk_rows) * from.stride[1] +
-                           head * from.stride[2] + first + 8 * u;
+    const auto* row_data = data + s.row(from, c * chunk_rows + thread / Rows::units, head) + first + 8 * u;
     const Index step = rows_at_once * from.stride[1];
-    row_data += thread / Rows::units * from.stride[1];
     for (int row = thread / Rows::units; row < chunk_rows; row += rows_at_once) {
         const bool take = inside && row < count;
         ptx::copy_async(tile.unit(row, u), take ? row_data : data, take);
@@ -61,10 +58,7 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const s
                                  const Store& store) {
     __syncwarp();
     if constexpr (by_matrices) {
-        unrolled<chunk_rows / 16>([&](int n) {
-            ptx::store_matrices_transposed(tile.unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
-                                           x[n]);
-        });
+        unrolled<chunk_rows / 16>([&](int n) { tile.store_transposed_result(x[n], 16 * n, 16 * warp, lane); });
     } else {
         unrolled<chunk_rows / 8, 2>([&](int n, int half) {
             const std::uint32_t both = ptx::transpose(x[n / 2][2 * (n % 2) + half]);

@@ -1,4 +1,4 @@
-// The host's side of a launch: errors of the runtime as exceptions, and the tensors' device while a call runs.
+// The host's side of a launch: errors of the runtime as exceptions, the tensors' device while a call runs, events.
 #pragma once
 
 #include <cuda.h>
@@ -97,6 +97,15 @@ inline int multiprocessors() {
 
 inline cudaStream_t stream_of(const core::Execution& execution) {
     return static_cast<cudaStream_t>(execution.stream);
+}
+
+// Events of the caller, which order a call against other streams. Null: none.
+inline void wait_for(void* event, cudaStream_t stream) {
+    if (event != nullptr)
+        check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event), 0), "waiting for an event");
+}
+inline void record(void* event, cudaStream_t stream) {
+    if (event != nullptr) check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream), "recording an event");
 }
 
 }  // namespace softdelta::cuda

@@ -11,6 +11,11 @@ namespace softdelta::cuda {
 struct Sequence {
     Index batch, begin, count;
     Index state;  // −1: none is read or written
+
+    // Where token t of a head lies in [B, T, heads, ..].
+    __device__ Index row(const View& v, Index t, Index head) const {
+        return batch * v.stride[0] + (begin + t) * v.stride[1] + head * v.stride[2];
+    }
 };
 
 // Some consecutive sequences of a call: a launch takes so many. Host lengths travel with the launch; lengths on the

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "engines/cuda/device/view.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -46,8 +47,7 @@ __device__ inline void load_neighbours(const View& v, Index offset, float (&out)
         } else {
             using T = std::remove_cvref_t<decltype(*data)>;
             const auto four = *reinterpret_cast<const Neighbours<T>*>(data + offset);
-#pragma unroll
-            for (int i = 0; i < n; ++i) out[i] = to_float(four.x[i]);
+            unrolled<n>([&](int i) { out[i] = to_float(four.x[i]); });
         }
     });
 }
@@ -60,8 +60,7 @@ __device__ inline void store_neighbours(const View& v, Index offset, const float
         } else {
             using T = std::remove_cvref_t<decltype(*data)>;
             Neighbours<T> four;
-#pragma unroll
-            for (int i = 0; i < n; ++i) assign(four.x + i, x[i]);
+            unrolled<n>([&](int i) { assign(four.x + i, x[i]); });
             *reinterpret_cast<Neighbours<T>*>(data + offset) = four;
         }
     });
@@ -70,12 +69,11 @@ __device__ inline void store_neighbours(const View& v, Index offset, const float
 // Elements first … first + n − 1 of a tensor of one dimension; absent: `otherwise`.
 template <int n>
 __device__ inline void load_weights(const View& v, Index first, float otherwise, float (&out)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) out[i] = otherwise;
+    unrolled<n>([&](int i) { out[i] = otherwise; });
     with_type(v, [&](const auto* data) {
-#pragma unroll
-        for (int i = 0; i < n; ++i)
+        unrolled<n>([&](int i) {
             if (data != nullptr) out[i] = to_float(data[(first + i) * v.stride[0]]);
+        });
     });
 }
 

@@ -6,11 +6,10 @@
 //
 // A tile may hold parts of several sequences. Sums for dweight and dbias are one for each tile, added in order
 // (partial_sums.h). States are written when all tokens are done, since a state may be updated in place.
-#include "engines/cuda/layer/convolution.h"
-
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/device/workspace.h"
 #include "engines/cuda/layer/partial_sums.h"
+#include "engines/cuda/layer/passes.h"
 #include "engines/cuda/layer/window.h"
 
 namespace softdelta::cuda {
@@ -39,25 +38,20 @@ __global__ void __launch_bounds__(threads) forward_tokens(__grid_constant__ cons
             return;
         }
         float x[W - 1 + step][n];
-#pragma unroll
-        for (int i = 0; i < W - 1; ++i) channels.load_x(s, from - (W - 1) + i, x[i]);
+        unrolled<W - 1>([&](int i) { channels.load_x(s, from - (W - 1) + i, x[i]); });
 #pragma unroll 1
         for (Index t = from; t < to; t += step) {
-#pragma unroll
-            for (int i = 0; i < step; ++i)
+            unrolled<step>([&](int i) {
                 if (t + i < to) channels.load_token(s, t + i, x[W - 1 + i]);
+            });
 #pragma unroll
             for (int i = 0; i < step; ++i) {
                 if (t + i >= to) break;
                 float result[n];
-#pragma unroll
-                for (int k = 0; k < n; ++k) result[k] = activate(c.activation, channels.sum(x + i, k));
+                unrolled<n>([&](int k) { result[k] = activate(c.activation, channels.sum(x + i, k)); });
                 store_neighbours<T>(y, channels.row(y, s, t + i), result);
             }
-#pragma unroll
-            for (int i = 0; i < W - 1; ++i)
-#pragma unroll
-                for (int k = 0; k < n; ++k) x[i][k] = x[step + i][k];
+            unrolled<W - 1, n>([&](int i, int k) { x[i][k] = x[step + i][k]; });
         }
     });
 }
@@ -73,7 +67,7 @@ __global__ void __launch_bounds__(threads)
         const Index t = s.count - kept + j;
         float x = 0;
         if (t >= 0)
-            x = load(c.x, s.batch * c.x.stride[0] + (s.begin + t) * c.x.stride[1] + channel * c.x.stride[2]);
+            x = load(c.x, s.row(c.x, t, channel));
         else if (c.state && t + c.kept >= 0)
             x = load(c.state,
                      s.state * c.state.stride[0] + channel * c.state.stride[1] + (t + c.kept) * c.state.stride[2]);
@@ -92,8 +86,7 @@ template <int W, class T, int n>
 __device__ void load_dy(const Channels<W, T, n>& channels, const ConvolutionGradients& g, const Sequence& s, Index t,
                         float (&out)[n]) {
     if (g.dy && t < s.count) return load_neighbours<T>(g.dy, channels.row(g.dy, s, t), out);
-#pragma unroll
-    for (int k = 0; k < n; ++k) out[k] = 0;
+    unrolled<n>([&](int k) { out[k] = 0; });
 }
 
 // What position t gets from the gradient of the final state.
@@ -113,17 +106,15 @@ __global__ void __launch_bounds__(threads)
     float dweight[W][n] = {}, dbias[n] = {};
     for_each_sequence(c, backward_tile, [&](const Sequence& s, Index from, Index to) {
         float x[W - 1 + step][n], dz[W - 1 + step][n] = {};
-#pragma unroll
-        for (int i = 0; i < W - 1; ++i) channels.load_x(s, from - (W - 1) + i, x[i]);
-            // dz_t reaches back to dx_{t − W + 1}: W − 1 tokens behind the tile belong to it, but for dweight.
+        unrolled<W - 1>([&](int i) { channels.load_x(s, from - (W - 1) + i, x[i]); });
+        // dz_t reaches back to dx_{t − W + 1}: W − 1 tokens behind the tile belong to it, but for dweight.
 #pragma unroll 1
         for (Index t = from; t < to + W - 1; t += step) {
             float dy[step][n];
-#pragma unroll
-            for (int i = 0; i < step; ++i) {
+            unrolled<step>([&](int i) {
                 if (t + i < s.count) channels.load_token(s, t + i, x[W - 1 + i]);
                 load_dy(channels, g, s, t + i, dy[i]);
-            }
+            });
 #pragma unroll
             for (int i = 0; i < step; ++i)
 #pragma unroll
@@ -133,39 +124,34 @@ __global__ void __launch_bounds__(threads)
                     dz[W - 1 + i][k] = d;
                     if (!exists || t + i >= to) continue;
                     dbias[k] += d;
-#pragma unroll
-                    for (int j = 0; j < W; ++j)
+                    unrolled<W>([&](int j) {
                         if (j >= channels.unused) dweight[j][k] = fmaf(d, x[i + j][k], dweight[j][k]);
+                    });
                 }
 #pragma unroll
             for (int i = 0; i < step; ++i) {
                 const Index at = t + i - (W - 1);
                 if (!g.dx || at < from || at >= to) continue;
                 float dx[n];
-#pragma unroll
-                for (int k = 0; k < n; ++k) {
+                unrolled<n>([&](int k) {
                     dx[k] = from_final_state(g, s, at, channel + k);
-#pragma unroll
-                    for (int j = 0; j < W; ++j)
+                    unrolled<W>([&](int j) {
                         if (j >= channels.unused) dx[k] = fmaf(channels.weight[j][k], dz[W - 1 + i - j][k], dx[k]);
-                }
+                    });
+                });
                 store_neighbours<T>(g.dx, channels.row(g.dx, s, at), dx);
             }
-#pragma unroll
-            for (int i = 0; i < W - 1; ++i)
-#pragma unroll
-                for (int k = 0; k < n; ++k) x[i][k] = x[step + i][k], dz[i][k] = dz[step + i][k];
+            unrolled<W - 1, n>([&](int i, int k) { x[i][k] = x[step + i][k], dz[i][k] = dz[step + i][k]; });
         }
     });
     if (g.sums == nullptr) return;
     float* sums = g.sums + (c.first_tile + blockIdx.x) * (c.width + 1) * c.channels + channel;
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-#pragma unroll
-        for (int j = 0; j < W; ++j)
+    unrolled<n>([&](int k) {
+        unrolled<W>([&](int j) {
             if (j >= channels.unused) sums[(j - channels.unused) * c.channels + k] = dweight[j][k];
+        });
         sums[c.width * c.channels + k] = dbias[k];
-    }
+    });
 }
 
 // dinitial_state: position t < 0 gets weight_i·dz_{t + W − 1 − i} of the first W − 1 tokens.
@@ -177,8 +163,7 @@ __global__ void __launch_bounds__(threads)
     if (channel >= c.channels) return;
     const Channels<W, AnyType, 1> channels(c, channel);
     float gradient[W - 1][1] = {}, x[W][1];  // of the last W − 1 positions; the last tokens
-#pragma unroll
-    for (int i = 0; i < W - 1; ++i) channels.load_x(s, i - (W - 1), x[i]);
+    unrolled<W - 1>([&](int i) { channels.load_x(s, i - (W - 1), x[i]); });
 #pragma unroll
     for (int t = 0; t < W - 1; ++t) {
         if (!g.dy || t >= s.count) break;
@@ -189,17 +174,16 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
         for (int i = 0; i < W - 1 - t; ++i)  // the position t − (W − 1) + i is below 0
             if (i >= channels.unused) gradient[t + i][0] = fmaf(channels.weight[i][0], dz, gradient[t + i][0]);
-#pragma unroll
-        for (int i = 0; i < W - 1; ++i) x[i][0] = x[i + 1][0];
+        unrolled<W - 1>([&](int i) { x[i][0] = x[i + 1][0]; });
     }
     const View& out = g.dinitial_state;
     const Index to = s.state * out.stride[0] + channel * out.stride[1];
     for (Index j = 0; j < g.kept; ++j) {
         const Index t = j - g.kept;
         float sum = from_final_state(g, s, t, channel);
-#pragma unroll
-        for (int i = 0; i < W - 1; ++i)
+        unrolled<W - 1>([&](int i) {
             if (t == i - (W - 1)) sum += gradient[i][0];
+        });
         store(out, to + j * out.stride[2], sum);
     }
 }

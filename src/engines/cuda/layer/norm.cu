@@ -6,8 +6,6 @@
 // A row of more channels than the lanes hold at once is read twice: for its sums, and, then in the first cache, for its
 // results. dw is a sum over rows: a warp adds
 // 64 of them, and the sums of warps are added in order (partial_sums.h).
-#include "engines/cuda/layer/norm.h"
-
 #include <limits>
 
 #include "engines/cuda/device/grid.h"
@@ -15,6 +13,7 @@
 #include "engines/cuda/layer/activation.h"
 #include "engines/cuda/layer/channels.h"
 #include "engines/cuda/layer/partial_sums.h"
+#include "engines/cuda/layer/passes.h"
 #include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {
@@ -89,8 +88,7 @@ __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
         float squares = 0;
         for (int d = first; d < c.channels; d += lanes * n) {
             part.load(c, at, d);
-#pragma unroll
-            for (int i = 0; i < n; ++i) squares = fmaf(part.x[i], part.x[i], squares);
+            unrolled<n>([&](int i) { squares = fmaf(part.x[i], part.x[i], squares); });
         }
         squares = sum_of_warp(squares);
         float r = c.scale(squares);
@@ -98,16 +96,14 @@ __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
             squares = 0;
             for (int d = first; d < c.channels; d += lanes * n) {
                 if (!held) part.load(c, at, d);
-#pragma unroll
-                for (int i = 0; i < n; ++i) squares = fmaf(shrunk * part.x[i], shrunk * part.x[i], squares);
+                unrolled<n>([&](int i) { squares = fmaf(shrunk * part.x[i], shrunk * part.x[i], squares); });
             }
             r = shrunk / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
         }
         for (int d = first; d < c.channels; d += lanes * n) {
             if (!held) part.load(c, at, d), part.load_weight(c, d);
             float result[n];
-#pragma unroll
-            for (int i = 0; i < n; ++i) result[i] = part.weight[i] * (part.x[i] * r) * part.gate(c, i).value;
+            unrolled<n>([&](int i) { result[i] = part.weight[i] * (part.x[i] * r) * part.gate(c, i).value; });
             store_neighbours<T>(y, at.offset(y, d), result);
         }
     }
@@ -137,11 +133,10 @@ __global__ void __launch_bounds__(warps* lanes, held&& std::is_same_v<T, float> 
         };
         for (int d = first; d < c.channels; d += lanes * n) {
             load_part(d);
-#pragma unroll
-            for (int i = 0; i < n; ++i) {
+            unrolled<n>([&](int i) {
                 squares = fmaf(part.x[i], part.x[i], squares);
                 product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, part.x[i], product);
-            }
+            });
         }
         squares = sum_of_warp(squares);
         float r = c.scale(squares);
@@ -150,12 +145,11 @@ __global__ void __launch_bounds__(warps* lanes, held&& std::is_same_v<T, float> 
             squares = product = 0;
             for (int d = first; d < c.channels; d += lanes * n) {
                 if (!held) load_part(d);
-#pragma unroll
-                for (int i = 0; i < n; ++i) {
+                unrolled<n>([&](int i) {
                     const float x = shrunk * part.x[i];
                     squares = fmaf(x, x, squares);
                     product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, x, product);
-                }
+                });
             }
             const float of_shrunk = 1 / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
             r = shrunk * of_shrunk;
@@ -165,13 +159,12 @@ __global__ void __launch_bounds__(warps* lanes, held&& std::is_same_v<T, float> 
         for (int d = first; d < c.channels; d += lanes * n) {
             if (!held) load_part(d);
             float dx[n], dz[n];
-#pragma unroll
-            for (int i = 0; i < n; ++i) {
+            unrolled<n>([&](int i) {
                 const Activated gate = part.gate(c, i);
                 const float normal = part.x[i] * r, of_weight = dy[i] * part.weight[i];
                 dx[i] = r * (of_weight * gate.value - normal * mean);
                 dz[i] = of_weight * normal * gate.slope;
-            }
+            });
             if (g.dx) store_neighbours<T>(g.dx, at.offset(g.dx, d), dx);
             if (g.dz) store_neighbours<T>(g.dz, at.offset(g.dz, d), dz);
         }
@@ -193,11 +186,9 @@ __global__ void __launch_bounds__(warps* lanes) sum_weight_gradients(NormCall c,
         float dy[n];
         load_neighbours<T>(g.dy, at.offset(g.dy, d), dy);
         const float r = g.scales[row];
-#pragma unroll
-        for (int i = 0; i < n; ++i) sums[i] = fmaf(dy[i] * (part.x[i] * r), part.gate(c, i).value, sums[i]);
+        unrolled<n>([&](int i) { sums[i] = fmaf(dy[i] * (part.x[i] * r), part.gate(c, i).value, sums[i]); });
     }
-#pragma unroll
-    for (int i = 0; i < n; ++i) g.sums[static_cast<Index>(warp()) * c.channels + d + i] = sums[i];
+    unrolled<n>([&](int i) { g.sums[static_cast<Index>(warp()) * c.channels + d + i] = sums[i]; });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -58,19 +58,14 @@ struct Channels {
     float weight[W][n], bias[n];
 
     __device__ Channels(const ConvolutionCall& call, Index first) : c(call), channel(first), unused(W - call.width) {
-#pragma unroll
-        for (int i = 0; i < W; ++i)
-#pragma unroll
-            for (int k = 0; k < n; ++k)
-                weight[i][k] =
-                    i < unused ? 0
-                               : load(c.weight, (channel + k) * c.weight.stride[0] + (i - unused) * c.weight.stride[1]);
+        unrolled<W, n>([&](int i, int k) {
+            weight[i][k] =
+                i < unused ? 0 : load(c.weight, (channel + k) * c.weight.stride[0] + (i - unused) * c.weight.stride[1]);
+        });
         load_weights(c.bias, channel, 0, bias);
     }
 
-    __device__ Index row(const View& v, const Sequence& s, Index t) const {
-        return s.batch * v.stride[0] + (s.begin + t) * v.stride[1] + channel * v.stride[2];
-    }
+    __device__ Index row(const View& v, const Sequence& s, Index t) const { return s.row(v, t, channel); }
     __device__ void load_token(const Sequence& s, Index t, float (&out)[n]) const {
         load_neighbours<T>(c.x, row(c.x, s, t), out);
     }
@@ -79,15 +74,14 @@ struct Channels {
         if (t >= 0) return load_token(s, t, out);
         const bool is_kept = c.state && t + c.kept >= 0 && s.state >= 0;
         const Index at = s.state * c.state.stride[0] + (t + c.kept) * c.state.stride[2];
-#pragma unroll
-        for (int k = 0; k < n; ++k) out[k] = is_kept ? load(c.state, at + (channel + k) * c.state.stride[1]) : 0;
+        unrolled<n>([&](int k) { out[k] = is_kept ? load(c.state, at + (channel + k) * c.state.stride[1]) : 0; });
     }
     // Before the activation, of x[0] … x[W − 1].
     __device__ float sum(const float (*x)[n], int k) const {
         float z = bias[k];
-#pragma unroll
-        for (int i = 0; i < W; ++i)
+        unrolled<W>([&](int i) {
             if (i >= unused) z = fmaf(weight[i][k], x[i][k], z);
+        });
         return z;
     }
 };

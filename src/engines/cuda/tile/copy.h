@@ -34,10 +34,10 @@ __device__ inline int coordinate(const View& v, int dimension, Index i) {
 template <class Tile>
 __device__ inline void copy_panels(const Tile& tile, const Boxes& boxes, int column, int row, int i2, int i3,
                                    std::uint32_t counter) {
-#pragma unroll
-    for (int p = 0; p < Tile::units / 8; ++p)
+    unrolled<Tile::units / 8>([&](int p) {
         copy_box(tile.base + static_cast<std::uint32_t>(p * Tile::panel_bytes), boxes, column + 64 * p, row, i2, i3,
                  counter);
+    });
 }
 
 // The same unit of every step-th row of a tile with panels, in the background: rows that lie `distance` elements

@@ -16,8 +16,7 @@ __device__ inline int own_column(int lane) {
 // use(half) for the lane's two rows.
 template <class Use>
 __device__ inline void for_rows(const Use& use) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) use(half);
+    unrolled<2>([&](int half) { use(half); });
 }
 
 // Acc<16, cols> of 16-bit numbers: the left operand of the next product.
@@ -37,32 +36,24 @@ struct Acc {
     // use(element, half, column).
     template <class Use>
     __device__ void each(const Use& use) {
-#pragma unroll
-        for (int n = 0; n < cols / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) use(x[n][m], m / 2, 8 * n + m % 2);
+        unrolled<cols / 8, 4>([&](int n, int m) { use(x[n][m], m / 2, 8 * n + m % 2); });
     }
     // use(element, element of the next column, half, column).
     template <class Use>
     __device__ void each_pair(const Use& use) {
-#pragma unroll
-        for (int n = 0; n < cols / 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) use(x[n][2 * half], x[n][2 * half + 1], half, 8 * n);
+        unrolled<cols / 8, 2>([&](int n, int half) { use(x[n][2 * half], x[n][2 * half + 1], half, 8 * n); });
     }
     // As each_pair(), with the two numbers that a tile of T has there: load(four, n) brings columns [16·n, 16·n + 16).
     template <class T, class Load, class Use>
     __device__ void each_pair_with(const Load& load, const Use& use) {
-#pragma unroll
-        for (int n = 0; n < cols / 16; ++n) {
+        unrolled<cols / 16>([&](int n) {
             std::uint32_t four[4] = {};
             load(four, n);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
+            unrolled<4>([&](int c) {
                 float* const two = x[2 * n + c / 2] + 2 * (c % 2);
                 use(two[0], two[1], ptx::unpack(four[c], T()), c % 2, 16 * n + 8 * (c / 2));
-            }
-        }
+            });
+        });
     }
 
     __device__ void scale_rows(const float (&factor)[2]) {
@@ -87,24 +78,20 @@ struct Acc {
     // Of the lane's columns alone. Four maxima of a row side by side: a longer chain waits for itself.
     __device__ void row_max(float (&top)[2]) const {
         float tops[2][4];
-#pragma unroll
-        for (int n = 0; n < cols / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                float& of = tops[m / 2][2 * (n % 2) + m % 2];
-                of = n < 2 ? x[n][m] : fmaxf(of, x[n][m]);
-            }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        unrolled<cols / 8, 4>([&](int n, int m) {
+            float& of = tops[m / 2][2 * (n % 2) + m % 2];
+            of = n < 2 ? x[n][m] : fmaxf(of, x[n][m]);
+        });
+        unrolled<2>([&](int half) {
             top[half] = fmaxf(fmaxf(tops[half][0], tops[half][1]), fmaxf(tops[half][2], tops[half][3]));
+        });
     }
     __device__ void add_row_sums(float (&sum)[2]) {
         each([&](float& e, int half, int) { sum[half] += e; });
     }
     __device__ bool row_is_finite(int half) const {
         bool finite = true;
-#pragma unroll
-        for (int n = 0; n < cols / 8; ++n) finite = finite && isfinite(x[n][2 * half]) && isfinite(x[n][2 * half + 1]);
+        unrolled<cols / 8>([&](int n) { finite = finite && isfinite(x[n][2 * half]) && isfinite(x[n][2 * half + 1]); });
         return finite;
     }
 
@@ -117,11 +104,9 @@ struct Acc {
 // use(element of a, its neighbour, element of b, its neighbour, half, column).
 template <int rows, int cols, class Use>
 __device__ inline void each_pair_of(Acc<rows, cols>& a, Acc<rows, cols>& b, const Use& use) {
-#pragma unroll
-    for (int n = 0; n < cols / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            use(a.x[n][2 * half], a.x[n][2 * half + 1], b.x[n][2 * half], b.x[n][2 * half + 1], half, 8 * n);
+    unrolled<cols / 8, 2>([&](int n, int half) {
+        use(a.x[n][2 * half], a.x[n][2 * half + 1], b.x[n][2 * half], b.x[n][2 * half + 1], half, 8 * n);
+    });
 }
 
 // Products of a warpgroup, in the background: ptx::begin_products() before the first of a group, and
@@ -131,9 +116,8 @@ __device__ inline void each_pair_of(Acc<rows, cols>& a, Acc<rows, cols>& b, cons
 template <class T, int left_rows, int depth, int n>
 __device__ inline void multiply_transposed(Acc<64, n>& acc, const Tile<T, depth, left_rows>& left, int row,
                                            const Tile<T, depth, n>& right) {
-#pragma unroll
-    for (int k = 0; k < depth / 16; ++k)
-        ptx::warpgroup_multiply(acc.x, left.rows_operand(k, row), right.rows_operand(k), k > 0, T());
+    unrolled<depth / 16>(
+        [&](int k) { ptx::warpgroup_multiply(acc.x, left.rows_operand(k, row), right.rows_operand(k), k > 0, T()); });
 }
 // add(columns [first, first + width) of acc, first), as many as one product has.
 template <int cols, class Add>
@@ -146,21 +130,46 @@ __device__ inline void for_each_part(Acc<64, cols>& acc, const Add& add) {
 // acc += left · right; left in registers, or rows [row, row + 64) of a tile.
 template <class T, int depth, int cols>
 __device__ inline void add_product(Acc<64, cols>& acc, const Left<T, depth>& left, const Tile<T, cols, depth>& right) {
-#pragma unroll
-    for (int k = 0; k < depth / 16; ++k)
+    unrolled<depth / 16>([&](int k) {
         for_each_part(acc, [&](auto& part, int first) {
             ptx::warpgroup_multiply_mn_major(part, left.x[k], right.mn_major_operand(k, first), true, T());
         });
+    });
 }
 template <class T, int left_rows, int depth, int cols>
 __device__ inline void add_product(Acc<64, cols>& acc, const Tile<T, depth, left_rows>& left, int row,
                                    const Tile<T, cols, depth>& right) {
-#pragma unroll
-    for (int k = 0; k < depth / 16; ++k)
+    unrolled<depth / 16>([&](int k) {
         for_each_part(acc, [&](auto& part, int first) {
             ptx::warpgroup_multiply_mn_major(part, left.rows_operand(k, row), right.mn_major_operand(k, first), true,
                                              T());
         });
+    });
+}
+
+// The same of plain sums x [64, 8·N]: x = left · rightᵀ, or left · columns of right from `column` on; with `add` +=.
+template <class T, int N, int depths, class Right>
+__device__ inline void begin_transposed(float (&x)[N][4], const std::uint32_t (&left)[depths][4], const Right& right,
+                                        bool add = false) {
+    unrolled<depths>([&](int k) { ptx::warpgroup_multiply(x, left[k], right.rows_operand(k), add || k > 0, T()); });
+}
+template <class T, int N, class Left, class Right>
+__device__ inline void begin_transposed(float (&x)[N][4], const Left& left, const Right& right) {
+    unrolled<Left::units / 2>(
+        [&](int k) { ptx::warpgroup_multiply(x, left.rows_operand(k), right.rows_operand(k), k > 0, T()); });
+}
+template <class T, int N, int depths, class Right>
+__device__ inline void begin_product(float (&x)[N][4], const std::uint32_t (&left)[depths][4], const Right& right,
+                                     bool add, int column = 0) {
+    unrolled<depths>([&](int k) {
+        ptx::warpgroup_multiply_mn_major(x, left[k], right.mn_major_operand(k, column), add || k > 0, T());
+    });
+}
+template <class T, int N, class Left, class Right>
+__device__ inline void begin_product(float (&x)[N][4], const Left& left, const Right& right, bool add, int column = 0) {
+    unrolled<Left::units / 2>([&](int k) {
+        ptx::warpgroup_multiply_mn_major(x, left.rows_operand(k), right.mn_major_operand(k, column), add || k > 0, T());
+    });
 }
 
 }  // namespace softdelta::cuda

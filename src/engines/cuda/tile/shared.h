@@ -8,6 +8,7 @@
 #pragma once
 
 #include "engines/cuda/tile/ptx.h"
+#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -51,6 +52,11 @@ struct Tile {
         ptx::store_matrices_transposed(transposed_unit(row, column, lane), x);
     }
 
+    // The way back of load_left(), on sm_90 and newer.
+    __device__ void store_left(const std::uint32_t (&x)[4], int row, int k, int lane) const {
+        ptx::store_matrices(unit(row + (lane & 15), 2 * k + (lane >> 4)), x);
+    }
+
     // Operands of a warpgroup's product. rows_operand is load_right, or of 64 rows load_left: rows from `row` on, a
     // multiple of 8, and columns [16·k, 16·k + 16). mn_major_operand is load_right_mn_major: rows [16·k, 16·k + 16) and
     // columns from `column` on, a multiple of 64, or 32.
@@ -71,28 +77,38 @@ struct Tile {
 template <class T, int N, class Right>
 __device__ inline void add_product(float (&x)[N][4], const std::uint32_t (&left)[4], const Right& right, int depth,
                                    int first, int lane) {
-#pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
+    unrolled<N / 2>([&](int n) {
         std::uint32_t b[4];
         right.load_right_mn_major(b, 16 * depth, first + n, lane);
         ptx::multiply(x[2 * n], left, b[0], b[1], T());
         ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
-    }
+    });
 }
-// The same, and y of another left operand: they share what is loaded of right.
+// x [16, 8·N] += left [16, 16·depths] · rightᵀ, right [8·N, 16·depths]; triangular: it is a lower triangle.
+template <class T, int N, int depths, class Right>
+__device__ inline void add_transposed(float (&x)[N][4], const std::uint32_t (&left)[depths][4], const Right& right,
+                                      bool triangular, int lane) {
+    unrolled<depths, N / 2>([&](int depth, int n) {
+        if (triangular && n < depth) return;
+        std::uint32_t b[4];
+        right.load_right(b, 16 * n, depth, lane);
+        ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+        ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+    });
+}
+// The same as add_product(), and y of another left operand: they share what is loaded of right.
 template <class T, int N, class Right>
 __device__ inline void add_two_products(float (&x)[N][4], const std::uint32_t (&left)[4], float (&y)[N][4],
                                         const std::uint32_t (&other)[4], const Right& right, int depth, int first,
                                         int lane) {
-#pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
+    unrolled<N / 2>([&](int n) {
         std::uint32_t b[4];
         right.load_right_mn_major(b, 16 * depth, first + n, lane);
         ptx::multiply(x[2 * n], left, b[0], b[1], T());
         ptx::multiply(x[2 * n + 1], left, b[2], b[3], T());
         ptx::multiply(y[2 * n], other, b[0], b[1], T());
         ptx::multiply(y[2 * n + 1], other, b[2], b[3], T());
-    }
+    });
 }
 
 // Σ of the products of two units' elements.
@@ -100,24 +116,35 @@ template <class T>
 __device__ inline float dot(const uint4& x, const uint4& y) {
     const std::uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    unrolled<4>([&](int i) {
         const float2 a = ptx::unpack(left[i], T()), b = ptx::unpack(right[i], T());
         sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-    }
+    });
     return sum;
 }
 
 // Accumulators [16, 8·n] as left operands of the next product.
 template <class T, int n>
 __device__ inline void to_left(std::uint32_t (&out)[n / 2][4], const float (&x)[n][4]) {
-#pragma unroll
-    for (int i = 0; i < n / 2; ++i) {
+    unrolled<n / 2>([&](int i) {
         out[i][0] = ptx::pack(x[2 * i][0], x[2 * i][1], T());
         out[i][1] = ptx::pack(x[2 * i][2], x[2 * i][3], T());
         out[i][2] = ptx::pack(x[2 * i + 1][0], x[2 * i + 1][1], T());
         out[i][3] = ptx::pack(x[2 * i + 1][2], x[2 * i + 1][3], T());
-    }
+    });
+}
+
+// The same to rows [row, row + 16) of a tile, on sm_90 and newer.
+template <class T, int n, class Rows>
+__device__ inline void store_results(const Rows& tile, const float (&x)[n][4], int row, int lane, int first = 0) {
+    std::uint32_t packed[n / 2][4];
+    to_left<T>(packed, x);
+    unrolled<n / 2>([&](int k) { tile.store_left(packed[k], row, first + k, lane); });
+}
+
+template <int n>
+__device__ inline void clear(float (&x)[n][4]) {
+    unrolled<n, 4>([&](int i, int e) { x[i][e] = 0; });
 }
 
 // Numbers as two bf16 planes, 16 bits: rounded, and what is left. Of two numbers, and of accumulators [16, 16] as left
@@ -129,13 +156,12 @@ __device__ inline void to_planes(float x, float y, std::uint32_t (&out)[2]) {
     out[1] = ptx::pack(x - high.x, y - high.y, Plane());
 }
 __device__ inline void to_left_planes(const float (*x)[4], std::uint32_t (&out)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    unrolled<4>([&](int i) {
         std::uint32_t both[2];
         to_planes(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], both);
         out[0][i] = both[0];
         out[1][i] = both[1];
-    }
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -67,24 +67,22 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
         for (double& x : o) x *= factor;
         for (int t = 0; t < threads; ++t) {
             if (weights[t] == 0) continue;
-#pragma unroll
-            for (int n = 0; n < own_channels; ++n) {
+            unrolled<own_channels>([&](int n) {
                 const int c = thread + threads * n;
                 if (c < call.value_channels) o[n] += weights[t] * static_cast<double>(values.at(at + t, c));
-            }
+            });
         }
     }
     const RowEnd end = end_of_row(call, head, static_cast<float>(top), static_cast<float>(sum), seen);
     if (thread == 0) store_row_end(call, out, s, head, i, end);
     if (!out.o) return;
     const Index row = s.batch * out.o.stride[0] + (s.q_begin + i) * out.o.stride[1] + head * out.o.stride[2];
-#pragma unroll
-    for (int n = 0; n < own_channels; ++n) {
+    unrolled<own_channels>([&](int n) {
         const int c = thread + threads * n;
         if (c < call.value_channels)
             store(out.o, row + c * out.o.stride[3],
                   end.scale == 0 ? 0.0F : static_cast<float>(o[n] * static_cast<double>(end.scale)));
-    }
+    });
 }
 
 }  // namespace

@@ -85,10 +85,7 @@ class ByQuery {
         const bool queries_shared = grad_.bias_queries == 1, keys_shared = grad_.bias_keys == 1;
         const Index batch = Index(blockIdx.z);
         const int bias_head = static_cast<int>(blockIdx.y);
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) bias_[n][m] = 0;
+        unrolled<N / 8, 4>([&](int n, int m) { bias_[n][m] = 0; });
         const int heads = call_.heads / static_cast<int>(grad_.bias_heads);  // that share the bias's
         const bool all = grad_.bias_batches == 1;
         for (int n = all ? 0 : static_cast<int>(batch); n < (all ? sequences_.count : static_cast<int>(batch) + 1);
@@ -160,11 +157,9 @@ class ByQuery {
         double* sums = reinterpret_cast<double*>(ptx::shared_memory());  // [M, N]
         const int warp = thread_ / 32, lane = thread_ % 32;
         __syncthreads();
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int m = 0; m < 4; ++m)
-                sums[(16 * warp + lane / 4 + 8 * (m / 2)) * N + 8 * n + 2 * (lane % 4) + m % 2] = bias_[n][m];
+        unrolled<N / 8, 4>([&](int n, int m) {
+            sums[(16 * warp + lane / 4 + 8 * (m / 2)) * N + 8 * n + 2 * (lane % 4) + m % 2] = bias_[n][m];
+        });
         __syncthreads();
         const int rows = queries_shared ? 1 : M, width = keys_shared ? 1 : N;
         const Index* stride = grad_.dbias.stride;

@@ -67,20 +67,17 @@ struct PlaneSum {
 template <int planes, int rows, int columns>
 __device__ inline void load_left(std::uint32_t (&out)[planes][4], const PlaneTile<planes, rows, columns>& tile, int row,
                                  int k, int lane) {
-#pragma unroll
-    for (int p = 0; p < planes; ++p) tile[p].load_left(out[p], row, k, lane);
+    unrolled<planes>([&](int p) { tile[p].load_left(out[p], row, k, lane); });
 }
 
 // Right operands of all planes, from load(plane, those of the plane).
 template <int planes, class Load>
 __device__ inline void load_right(std::uint32_t (&out)[4][planes], const Load& load) {
-#pragma unroll
-    for (int p = 0; p < planes; ++p) {
+    unrolled<planes>([&](int p) {
         std::uint32_t four[4];
         load(p, four);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) out[m][p] = four[m];
-    }
+        unrolled<4>([&](int m) { out[m][p] = four[m]; });
+    });
 }
 
 // x as left operands of all planes.
@@ -89,8 +86,7 @@ __device__ inline void to_planes(std::uint32_t (&out)[n / 16][planes][4], Acc<16
     x.each_pair([&](float e, float next, int half, int column) {
         std::uint32_t both[planes];
         split<planes>(e, next, both);
-#pragma unroll
-        for (int p = 0; p < planes; ++p) out[column / 16][p][2 * (column / 8 % 2) + half] = both[p];
+        unrolled<planes>([&](int p) { out[column / 16][p][2 * (column / 8 % 2) + half] = both[p]; });
     });
 }
 
@@ -102,13 +98,12 @@ __device__ inline void multiply_transposed(Acc<16, n>& x, const PlaneTile<planes
     for (int depth = 0; depth < columns / 16 && 16 * depth < channels; ++depth) {
         std::uint32_t a[planes][4];
         load_left(a, left, row, depth, lane);
-#pragma unroll
-        for (int i = 0; i < n / 16; ++i) {
+        unrolled<n / 16>([&](int i) {
             std::uint32_t b[4][planes];
             load_right(b, [&](int p, std::uint32_t(&four)[4]) { right[p].load_right(four, 16 * i, depth, lane); });
             sum[2 * i].add(a, b[0], b[1]);
             sum[2 * i + 1].add(a, b[2], b[3]);
-        }
+        });
     }
     x.each([&](float& e, int half, int column) { e = sum[column / 8][2 * half + column % 2]; });
 }
@@ -123,21 +118,17 @@ __device__ inline void add_weighted(Acc<16, columns>& sum, const float (&factor)
     for (int i = 0; i < columns / 16; ++i) {
         if (16 * i >= channels) continue;
         PlaneSum<planes> part[2];
-#pragma unroll
-        for (int depth = 0; depth < n / 16; ++depth) {
+        unrolled<n / 16>([&](int depth) {
             std::uint32_t b[4][planes];
             load_right(b,
                        [&](int p, std::uint32_t(&four)[4]) { tile[p].load_right_mn_major(four, 16 * depth, i, lane); });
             part[0].add(weights[depth], b[0], b[1]);
             part[1].add(weights[depth], b[2], b[3]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                float& to = sum.x[2 * i + half][m];
-                to = fmaf(to, factor[m / 2], part[half][m]);
-            }
+        });
+        unrolled<2, 4>([&](int half, int m) {
+            float& to = sum.x[2 * i + half][m];
+            to = fmaf(to, factor[m / 2], part[half][m]);
+        });
     }
 }
 

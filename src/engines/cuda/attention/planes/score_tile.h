@@ -81,29 +81,26 @@ class ScoreTile {
         const int own = 16 * warp + lane / 4;
         const RowTerm terms[2] = {by_key ? RowTerm{} : term_of(first + own),
                                   by_key ? RowTerm{} : term_of(first + own + 8)};
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int column = 8 * n + own_column(lane) + c;
-                const RowTerm of_column = by_key ? term_of(at + column) : RowTerm{};
-                const bool nonfinite = tiles.nonfinite_scores[column] != 0 || tiles.nonfinite_values[column] != 0;
-                for_rows([&](int half) {
-                    float &of_p = p.x[n][2 * half + c], &of_ds = ds.x[n][2 * half + c];
-                    if (nonfinite) take_nonfinite(tiles, column, first + own + 8 * half, at + column, of_p, of_ds);
-                    const float added = plain_ ? 0.0F : bias_.at(own + 8 * half, column);
-                    float score = of_p * call_.scale, slope = 1;
-                    if (call_.softcap != 0) {
-                        const float2 capped = soft_cap(score, call_.softcap);
-                        score = capped.x, slope = capped.y;
-                    }
-                    const RowTerm& of = by_key ? of_column : terms[half];
-                    const float exponent = score + added - of.top - of.log_sum;
-                    of_p = added == -INFINITY ? 0.0F : expf(exponent);
-                    of_ds = of_p != 0 ? of_p * (of_ds - of.D) : 0.0F;
-                    dx.x[n][2 * half + c] = of_ds != 0 ? of_ds * slope : 0.0F;
-                });
-            }
+        unrolled<N / 8, 2>([&](int n, int c) {
+            const int column = 8 * n + own_column(lane) + c;
+            const RowTerm of_column = by_key ? term_of(at + column) : RowTerm{};
+            const bool nonfinite = tiles.nonfinite_scores[column] != 0 || tiles.nonfinite_values[column] != 0;
+            for_rows([&](int half) {
+                float &of_p = p.x[n][2 * half + c], &of_ds = ds.x[n][2 * half + c];
+                if (nonfinite) take_nonfinite(tiles, column, first + own + 8 * half, at + column, of_p, of_ds);
+                const float added = plain_ ? 0.0F : bias_.at(own + 8 * half, column);
+                float score = of_p * call_.scale, slope = 1;
+                if (call_.softcap != 0) {
+                    const float2 capped = soft_cap(score, call_.softcap);
+                    score = capped.x, slope = capped.y;
+                }
+                const RowTerm& of = by_key ? of_column : terms[half];
+                const float exponent = score + added - of.top - of.log_sum;
+                of_p = added == -INFINITY ? 0.0F : expf(exponent);
+                of_ds = of_p != 0 ? of_p * (of_ds - of.D) : 0.0F;
+                dx.x[n][2 * half + c] = of_ds != 0 ? of_ds * slope : 0.0F;
+            });
+        });
     }
 
   private:

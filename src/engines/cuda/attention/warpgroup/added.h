@@ -105,10 +105,10 @@ class Added {
         return bits;
     }
     __device__ static void store_bits(std::uint32_t to, const Bits& bits, int thread) {
-#pragma unroll
-        for (int w = 0; w < own_words; ++w)
+        unrolled<own_words>([&](int w) {
             *reinterpret_cast<std::uint32_t*>(
                 shared_at(to + static_cast<std::uint32_t>(4 * (thread * own_words + w)))) = bits.word[w];
+        });
     }
     // 32 keys of a query.
     __device__ static std::uint32_t load_word(std::uint32_t bits, int row, int word) {
@@ -130,10 +130,10 @@ class Added {
 #pragma unroll 1
         for (int r = 0; r < rows; r += step, at += distance) {
             std::uint32_t two[4] = {};
-#pragma unroll
-            for (int e = 0; e < 7; ++e)
+            unrolled<7>([&](int e) {
                 if (r < left && e < keys)
                     two[e / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(at)[e]} << (16 * (e % 2));
+            });
             *reinterpret_cast<uint4*>(shared_at(to + static_cast<std::uint32_t>(r * 128))) =
                 uint4{two[0], two[1], two[2], two[3]};
         }

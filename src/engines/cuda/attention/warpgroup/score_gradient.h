@@ -23,8 +23,7 @@ class ScoreGradient {
     template <int n>
     __device__ void store(const Tile& tile, std::uint32_t made, int head, int at, int warpgroup, int warp, int lane,
                           const std::uint32_t (&ds)[n][4]) const {
-#pragma unroll
-        for (int i = 0; i < n; ++i) tile.store_transposed_result(ds[i], 16 * i, 64 * warpgroup + 16 * warp, lane);
+        unrolled<n>([&](int i) { tile.store_transposed_result(ds[i], 16 * i, 64 * warpgroup + 16 * warp, lane); });
         ptx::publish_to_products();  // and to the copy engine, which reads it or brings the next tile there
         if (boxes_.given) {
             ptx::arrive_as_warp(made, lane);
@@ -42,11 +41,11 @@ class ScoreGradient {
     }
     // That tile of both warpgroups, by one thread.
     __device__ void store_boxes(const Tile& tile, int head, int at) const {
-#pragma unroll
-        for (int group = 0; group < 2; ++group)
+        unrolled<2>([&](int group) {
             store_box(boxes_, tile.base + static_cast<std::uint32_t>(group * Tile::panel_bytes), first_ + 64 * group,
                       at, coordinate(grad_.ds.view, 1, head - grad_.ds.first_head),
                       coordinate(grad_.ds.view, 0, sequence_ - grad_.ds.first_sequence));
+        });
     }
     // Queries [begin, end) of the block's keys: no tile has them. By so many threads.
     __device__ void clear(int head, Index begin, Index end, int thread, int threads) const {
@@ -57,14 +56,13 @@ class ScoreGradient {
     // Of the lane's two keys, its part of the sums.
     __device__ void store_sum(int head, int row, int lane, double (&sum)[2]) const {
         const Index* stride = grad_.dbias.stride;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unrolled<2>([&](int half) {
             sum[half] = sum_of_lanes<4>(sum[half]);
             const Index key = first_ + row + lane / 4 + 8 * half;
             if (lane % 4 == 0 && key < grad_.bias_keys)
                 cuda::store(grad_.dbias, sequence_ * stride[0] + head * stride[1] + key * stride[3],
                             static_cast<float>(sum[half]));
-        }
+        });
     }
 
   private:
@@ -80,10 +78,10 @@ class ScoreGradient {
             return;
         }
         const std::uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
+        unrolled<8>([&](int e) {
             if (key + e < grad_.ds.keys)
                 reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(two[e / 2] >> (16 * (e % 2)));
+        });
     }
 
     const Gradients& grad_;

@@ -78,19 +78,17 @@ class LoneBias {
     // Rows [row, row + 16) of a tile, rows of its transpose, or one row that all share.
     template <class Tile>
     __device__ void fetch(const Tile& tile, int row, int lane) {
-#pragma unroll
-        for (int n = 0; n < N / 16; ++n) tile.load_left(two_[n], row, n, lane);
+        unrolled<N / 16>([&](int n) { tile.load_left(two_[n], row, n, lane); });
     }
     template <class Tile>
     __device__ void fetch_transposed(const Tile& tile, int row, int lane) {
-#pragma unroll
-        for (int n = 0; n < N / 16; ++n) tile.load_transposed_result(two_[n], 16 * n, row, lane);
+        unrolled<N / 16>([&](int n) { tile.load_transposed_result(two_[n], 16 * n, row, lane); });
     }
     __device__ void fetch_shared(std::uint32_t base, int lane) {
-#pragma unroll
-        for (int i = 0; i < N / 8; ++i)
+        unrolled<N / 8>([&](int i) {
             two_[i / 2][i % 2] = *reinterpret_cast<const std::uint32_t*>(
                 shared_at(base + static_cast<std::uint32_t>(16 * i + 4 * (lane % 4))));
+        });
     }
     // What is added to the pair that begins at this column.
     __device__ float2 at(int half, int column) const {

@@ -115,9 +115,6 @@ class BackwardFold {
     __device__ Keys q() const { return {base_}; }
     __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
     __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
-    __device__ Index value_row(const View& v, int i) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
-    }
     // What warp 0 needs of the gates and β, two tokens for each lane: on its way before the keys.
     struct Given {
         float g[2], beta[2];
@@ -128,8 +125,9 @@ class BackwardFold {
         unrolled<2>([&](int i) {
             const int row = 2 * lane_ + i;
             if (row >= rows_) return;
-            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
-            if (call_.beta) given.beta[i] = load(call_.beta, value_row(call_.beta, row));
+            if (call_.g && call_.gate != core::Gate::none)
+                given.g[i] = load(call_.g, s_.row(call_.g, c_ * C + row, hv_));
+            if (call_.beta) given.beta[i] = load(call_.beta, s_.row(call_.beta, c_ * C + row, hv_));
         });
         return given;
     }

@@ -124,9 +124,9 @@ class ChannelFold {
         const bool inside = m < call_.key_size && rows > 0, has_beta = thread_ < C && thread_ < rows_;
         // Everything is on its way before anything is used.
         PairGates gates(call_, hv_, m, inside ? rows : 0);
-        if (inside && call_.g) gates.load(value_row(call_.g, 16 * block));
+        if (inside && call_.g) gates.load(s_.row(call_.g, c_ * C + 16 * block, hv_));
         float beta = has_beta ? 1.0F : 0.0F;
-        if (has_beta && call_.beta) beta = load(call_.beta, value_row(call_.beta, thread_));
+        if (has_beta && call_.beta) beta = load(call_.beta, s_.row(call_.beta, c_ * C + thread_, hv_));
         gates.make(HeadGate(call_, hv_));
         float2 sum = {0, 0};
         unrolled<16>([&](int i) {
@@ -311,10 +311,6 @@ class ChannelFold {
         });
         if (!of_q) return;
         store_products(Square{base_}, 16 * block, lane_, x);
-    }
-
-    __device__ Index value_row(const View& v, int i) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + i) * v.stride[1] + hv_ * v.stride[2];
     }
 
     const DeltaCall& call_;

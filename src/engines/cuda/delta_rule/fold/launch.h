@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "engines/cuda/delta_rule/chunk.h"
-#include "engines/cuda/tile/unroll.h"
+#include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
 inline dim3 fold_blocks(const DeltaCall& call, const ChunkSequences& sequences) {
@@ -37,7 +37,7 @@ __device__ inline void store_products(const SquareTile<T>& to, int row, int lane
 template <class T, class Keys>
 __device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
                                      float (&x)[chunk_rows / 8][4]) {
-    unrolled<chunk_rows / 8, 4>([&](int n, int i) { x[n][i] = 0; });
+    clear(x);
 #pragma unroll 2
     for (int depth = 0; depth < Keys::units / 2; ++depth) {
         std::uint32_t a[4], b[4];
@@ -57,9 +57,7 @@ __device__ inline void begin_multiply_keys(const Keys& left, const Keys& right, 
                                            float (&x)[chunk_rows / 8][4]) {
     if constexpr (warpgroups) {
         ptx::begin_products(x);
-        unrolled<Keys::units / 2>([&](int depth) {
-            ptx::warpgroup_multiply(x, left.rows_operand(depth), right.rows_operand(depth), depth > 0, T());
-        });
+        begin_transposed<T>(x, left, right);
         ptx::commit_products();
     } else {
         multiply_keys<T>(left, right, row, lane, x);

@@ -126,8 +126,8 @@ class SharedFold {
         unrolled<2>([&](int i) {
             const Index row = c * chunk_rows + 2 * lane_ + i;
             if (row >= s_.count) return;
-            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, value_row(call_.g, row));
-            given.beta[i] = call_.beta ? load(call_.beta, value_row(call_.beta, row)) : 1.0F;
+            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, s_.row(call_.g, row, hv_));
+            given.beta[i] = call_.beta ? load(call_.beta, s_.row(call_.beta, row, hv_)) : 1.0F;
         });
         return given;
     }
@@ -167,10 +167,6 @@ class SharedFold {
 
   private:
     static constexpr int C = chunk_rows;
-
-    __device__ Index value_row(const View& v, Index row) const {
-        return s_.batch * v.stride[0] + (s_.begin + row) * v.stride[1] + hv_ * v.stride[2];
-    }
 
     // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −100: what e^−100 leaves of a 16-bit
     // number is 0.

@@ -1,9 +1,8 @@
 // The scan over folded chunks that lie in memory: one block for a value head of a sequence and a slab of value columns.
-// While a chunk is consumed, four warps have the next one copied. sm_80; on sm_90a calls go to scan/warpgroup/scan.h.
+// While a chunk is consumed, four warps have the next one copied. sm_80; on sm_90a calls go to scan/warpgroup/scan.cu.
 #include "engines/cuda/delta_rule/scan/scan.h"
 
 #include "engines/cuda/delta_rule/rows.h"
-#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {

@@ -48,19 +48,6 @@ struct ChunkScan {
             take_chunk(c, tiles, kept);
     }
 
-    // x [16, 64] = left [16, 16·depths] rightᵀ, right [64, 16·depths]
-    template <int depths, class Right>
-    __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
-                                        float (&x)[C / 8][4]) const {
-        unrolled<depths, C / 16>([&](int depth, int n) {
-            if (triangular && n < depth) return;  // a lower triangle: nothing before the diagonal's rows
-            std::uint32_t b[4];
-            right.load_right(b, 16 * n, depth, my.lane);
-            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-        });
-    }
-
     __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
         const int pair = 2 * (my.lane % 4);
@@ -68,7 +55,7 @@ struct ChunkScan {
         to_left<T>(state, my.state);
 
         float x[C / 8][4] = {};
-        if (erases) multiply_transposed(state, tiles.erase, false, x);
+        if (erases) add_transposed<T>(x, state, tiles.erase, false, my.lane);
         unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
@@ -83,7 +70,7 @@ struct ChunkScan {
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(u, x);
-            multiply_transposed(u, tiles.solve, true, U);
+            add_transposed<T>(U, u, tiles.solve, true, my.lane);
         } else {
             unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
         }
@@ -92,13 +79,13 @@ struct ChunkScan {
             my.keep_values(tiles.values, u, kept);
         }
         if (my.out.o) {
-            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
-            multiply_transposed(state, tiles.read, false, x);
+            clear(x);
+            add_transposed<T>(x, state, tiles.read, false, my.lane);
             if constexpr (!channel) {
                 unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= f.read[8 * n + pair + i % 2]; });
             }
             to_left<T>(u, U);
-            multiply_transposed(u, tiles.score, true, x);
+            add_transposed<T>(x, u, tiles.score, true, my.lane);
             store_outputs(c, tiles, x);
         }
         if constexpr (channel) {
@@ -108,12 +95,7 @@ struct ChunkScan {
             unrolled<K / 8, 4>([&](int n, int i) { my.state[n][i] *= f.last; });
         }
         to_left<T>(u, U);
-        unrolled<C / 16, K / 16>([&](int depth, int n) {
-            std::uint32_t b[4];
-            tiles.write.load_right_mn_major(b, 16 * depth, n, my.lane);
-            ptx::multiply(my.state[2 * n], u[depth], b[0], b[1], T());
-            ptx::multiply(my.state[2 * n + 1], u[depth], b[2], b[3], T());
-        });
+        unrolled<C / 16>([&](int depth) { add_product<T>(my.state, u[depth], tiles.write, depth, 0, my.lane); });
     }
 
     // The same, by a warpgroup whose products run in the background.
@@ -125,7 +107,7 @@ struct ChunkScan {
         to_left<T>(state, my.state);
         if constexpr (erases) {
             ptx::begin_products(state, x);
-            multiply_rows(state, tiles.erase, x);
+            begin_transposed<T>(x, state, tiles.erase, true);
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         }
@@ -144,7 +126,7 @@ struct ChunkScan {
             to_left<T>(u, x);
             clear(x);
             ptx::begin_products(u, x);
-            multiply_rows(u, tiles.solve, x);
+            begin_transposed<T>(x, u, tiles.solve, true);
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         }
@@ -156,7 +138,7 @@ struct ChunkScan {
         to_left<T>(written, x);
         float o[C / 8][4] = {};
         ptx::begin_products(state, o, written);
-        multiply_rows(state, tiles.read, o);
+        begin_transposed<T>(o, state, tiles.read, true);
         ptx::commit_products();
         if constexpr (keeps) my.keep_values(tiles.values, u, kept);
         unrolled<K / 8, 4>(
@@ -166,25 +148,13 @@ struct ChunkScan {
             if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
         });
         ptx::begin_products(u, o, written, my.state);
-        multiply_rows(u, tiles.score, o);
+        begin_transposed<T>(o, u, tiles.score, true);
         ptx::commit_products();
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(my.state, written[depth], tiles.write.mn_major_operand(depth), true, T());
-        });
+        begin_product<T>(my.state, written, tiles.write, true);
         ptx::commit_products();
         ptx::wait_for_products<1>(o);
         if (my.out.o) store_outputs(c, tiles, o);
         ptx::wait_for_products<0>(my.state);
-    }
-    __device__ static void clear(float (&x)[C / 8][4]) {
-        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
-    }
-    // x [64, 64] += left [64, 16·depths] rightᵀ
-    template <int depths, class Right>
-    __device__ void multiply_rows(const std::uint32_t (&left)[depths][4], const Right& right,
-                                  float (&x)[C / 8][4]) const {
-        unrolled<depths>(
-            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), true, T()); });
     }
 
     // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.

@@ -6,13 +6,11 @@
 // A warp reads two rows of 256 bytes at once, and a block's whole part of a state is on its way before the first
 // number is used: states are most of what moves. What a token brings lies in shared memory. A sum over rows is 8
 // multiply-adds in a lane, a shuffle, and a sum over the warps in their order, so that every sum has one order.
-#include "engines/cuda/delta_rule/step/step.h"
-#include "engines/cuda/tile/unroll.h"
-
 #include <algorithm>
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/delta_rule/passes.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
@@ -199,9 +197,7 @@ class Tokens {
           lane_(static_cast<int>(threadIdx.x) % 32),
           state{{}, 16 * warp_ + 8 * (lane_ / 16), first_column + 4 * (lane_ % 16), call.key_size, call.value_size} {}
 
-    __device__ Index offset(const View& v, Index t, int head) const {
-        return s_.batch * v.stride[0] + (s_.begin + t) * v.stride[1] + head * v.stride[2];
-    }
+    __device__ Index offset(const View& v, Index t, int head) const { return s_.row(v, t, head); }
 
     // Four warps bring a token: q, k, p, and gates with β.
     __device__ void fold(Index t) const {

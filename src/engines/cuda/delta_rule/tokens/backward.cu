@@ -1,8 +1,6 @@
 // A call's gradients: memory, then the kernels in order.
-#include "engines/cuda/delta_rule/tokens/backward.h"
-
+#include "engines/cuda/delta_rule/passes.h"
 #include "engines/cuda/delta_rule/tokens/gradients.h"
-#include "engines/cuda/delta_rule/tokens/launch_forward.h"
 #include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {

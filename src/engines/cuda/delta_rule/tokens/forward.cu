@@ -1,8 +1,6 @@
 // The recurrence forward in f64: results, or the values before β that the backward pass needs.
-#include "engines/cuda/delta_rule/tokens/forward.h"
-#include "engines/cuda/tile/unroll.h"
-
-#include "engines/cuda/delta_rule/tokens/launch_forward.h"
+#include "engines/cuda/delta_rule/passes.h"
+#include "engines/cuda/delta_rule/tokens/gradients.h"
 #include "engines/cuda/delta_rule/tokens/walk.h"
 #include "engines/cuda/device/grid.h"
 

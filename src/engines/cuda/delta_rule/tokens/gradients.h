@@ -56,6 +56,15 @@ inline GradientViews gradient_views(const core::DeltaGradients& grad) {
     };
 }
 
+// The walk forward: results, or what the backward pass needs.
+struct WalkOutputs {
+    View o, final_state, states;
+    double* erased;  // [B·T, HV, V] v − Eᵀp of each token, or v; null: not wanted
+};
+int walk_slabs(const DeltaCall& call);         // of value columns
+Index walk_state_size(const DeltaCall& call);  // elements of the state of a slab
+void launch_walk(const DeltaCall& call, const DeltaSequences& sequences, const WalkOutputs& out, cudaStream_t stream);
+
 // The three walks over the tokens: e; dS backwards, with dw and dk; S once more, with dq and dp.
 void launch_walk_back(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
                       const GradientMemory& memory, cudaStream_t stream);

@@ -148,9 +148,7 @@ class TokenUnfold {
 
     // --- a token
 
-    __device__ Index row_of(const View& v, int t, int head) const {
-        return s_.batch * v.stride[0] + (s_.begin + c_ * C + t) * v.stride[1] + head * v.stride[2];
-    }
+    __device__ Index row_of(const View& v, int t, int head) const { return s_.row(v, c_ * C + t, head); }
     __device__ double value(const View& v, int t) const {
         const int j = thread_ % D;
         return v && j < call_.value_size ? static_cast<double>(load(v, row_of(v, t, hv_) + j * v.stride[3])) : 0.0;

@@ -83,9 +83,7 @@ class Walk {
 
     // --- tokens
 
-    __device__ Index offset(const View& v, Index t, int of_head) const {
-        return sequence.batch * v.stride[0] + (sequence.begin + t) * v.stride[1] + of_head * v.stride[2];
-    }
+    __device__ Index offset(const View& v, Index t, int of_head) const { return sequence.row(v, t, of_head); }
     // The row of token t in tensors of the workspace, [B·T, HV, ..].
     __device__ Index token_row(Index t) const {
         return (sequence.batch * call.tokens + sequence.begin + t) * call.heads + hv;

@@ -8,7 +8,6 @@
 // rowsum(S∘dS) at the ends of chunks and from q∘dq, k∘dk, p∘dp of the tokens between (docs/math.md). In f64 their
 // differences keep what f32 would lose.
 #include "engines/cuda/delta_rule/tokens/gradients.h"
-#include "engines/cuda/delta_rule/tokens/launch_forward.h"
 #include "engines/cuda/delta_rule/tokens/walk.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/unroll.h"

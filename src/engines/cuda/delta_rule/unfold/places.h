@@ -17,9 +17,7 @@ struct alignas(64) ChunkPlace {
 
     __device__ int rows() const { return static_cast<int>(tokens.count); }
     // Of row i of a value head.
-    __device__ Index row(const View& v, int hv, int i) const {
-        return tokens.batch * v.stride[0] + (tokens.begin + i) * v.stride[1] + hv * v.stride[2];
-    }
+    __device__ Index row(const View& v, int hv, int i) const { return tokens.row(v, i, hv); }
 };
 
 struct ChunkPlaces {

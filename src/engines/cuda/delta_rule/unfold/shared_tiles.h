@@ -105,9 +105,7 @@ struct UnfoldTiles {
         constexpr int depths = Left::units / 2;
         if constexpr (warpgroups) {
             ptx::begin_products(x);
-            unrolled<depths>([&](int depth) {
-                ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), columns(right, depth), true, T());
-            });
+            begin_product<T>(x, left, right, true, 8 * N * quarter);
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {
@@ -149,8 +147,7 @@ struct UnfoldTiles {
             std::uint32_t a[C / 16][4];
             unrolled<C / 16>([&](int depth) { load_transposed_pairs(left, depth, with_beta, a[depth]); });
             ptx::begin_products(x, a);
-            unrolled<C / 16>(
-                [&](int depth) { ptx::warpgroup_multiply_mn_major(x, a[depth], columns(right, depth), true, T()); });
+            begin_product<T>(x, a, right, true, 8 * N * quarter);
             ptx::commit_products();
             ptx::wait_for_products<0>(x);
         } else {

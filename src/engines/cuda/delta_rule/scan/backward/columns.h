@@ -90,40 +90,21 @@ class ColumnScan {
 
     // --- products
 
-    // x [16, 64] += left [16, 16·depths] rightᵀ, right [64, 16·depths]; triangular: a lower triangle.
-    template <int depths, class Right>
-    __device__ void multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right, bool triangular,
-                                        float (&x)[C / 8][4]) const {
-        unrolled<depths, C / 16>([&](int depth, int n) {
-            if (triangular && n < depth) return;
-            std::uint32_t b[4];
-            right.load_right(b, 16 * n, depth, lane);
-            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-        });
-    }
     // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
     __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
                                    float (&x)[C / 8][4]) const {
-        unrolled<C / 16>([&](int depth) {
-            unrolled<C / 16>([&](int n) {
-                if (n > depth) return;
-                std::uint32_t b[4];
-                right.load_right_mn_major(b, 16 * depth, n, lane);
-                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-            });
+        unrolled<C / 16, C / 16>([&](int depth, int n) {
+            if (n > depth) return;
+            std::uint32_t b[4];
+            right.load_right_mn_major(b, 16 * depth, n, lane);
+            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
         });
     }
     // state [16, K] += left [16, 64] right [64, K]
     __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
                                  float (&sums)[K / 8][4]) const {
-        unrolled<C / 16, K / 16>([&](int depth, int n) {
-            std::uint32_t b[4];
-            right.load_right_mn_major(b, 16 * depth, n, lane);
-            ptx::multiply(sums[2 * n], left[depth], b[0], b[1], T());
-            ptx::multiply(sums[2 * n + 1], left[depth], b[2], b[3], T());
-        });
+        unrolled<C / 16>([&](int depth) { add_product<T>(sums, left[depth], right, depth, 0, lane); });
     }
 
     // x∘factor, of tokens
@@ -141,31 +122,6 @@ class ColumnScan {
         });
     }
 
-    // --- products of a warpgroup, in the background
-
-    // x [64, 64] = left [64, 16·depths] rightᵀ
-    template <int depths, class Right>
-    __device__ static void begin_multiply_transposed(const std::uint32_t (&left)[depths][4], const Right& right,
-                                                     float (&x)[C / 8][4]) {
-        unrolled<depths>(
-            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T()); });
-        ptx::commit_products();
-    }
-    // x [64, 64] = left [64, 64] right
-    __device__ static void begin_multiply(const std::uint32_t (&left)[C / 16][4], const Square& right,
-                                          float (&x)[C / 8][4]) {
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), depth > 0, T());
-        });
-        ptx::commit_products();
-    }
-    // state [64, K] += left [64, 64] right [64, K]
-    __device__ void begin_add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(state, left[depth], right.mn_major_operand(depth), true, T());
-        });
-        ptx::commit_products();
-    }
     // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
     // which keeps it from being done before they begin.
     __device__ void save_state_of(char* to) const {
@@ -175,8 +131,7 @@ class ColumnScan {
         const Tile<T, K> own{m.base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
         if (lane == 0) wait_for_stored_boxes();  // what was there
         __syncwarp();
-        unrolled<K / 16>(
-            [&](int depth) { ptx::store_matrices(own.unit(lane % 16, 2 * depth + lane / 16), packed[depth]); });
+        unrolled<K / 16>([&](int depth) { own.store_left(packed[depth], 0, depth, lane); });
         ptx::publish_to_products();
         __syncwarp();
         if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
@@ -192,10 +147,7 @@ class ColumnScan {
     __device__ void give_rows(int which, const float (&x)[C / 8][4]) const {
         std::uint32_t packed[C / 16][4];
         to_left<T>(packed, x);
-        unrolled<C / 16>([&](int n) {
-            ptx::store_matrices_transposed(
-                m.made(which).unit(16 * n + 8 * (lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), packed[n]);
-        });
+        unrolled<C / 16>([&](int n) { m.made(which).store_transposed_result(packed[n], 16 * n, 16 * warp, lane); });
     }
     // store(row, unit of the tile, eight elements)
     template <class Store>

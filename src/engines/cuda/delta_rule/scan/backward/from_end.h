@@ -93,13 +93,13 @@ struct ScanFromEnd {
         unrolled<C / 16>([&](int n) { my.m.values(c).load_transposed_result(d_o[n], 16 * n, 16 * my.warp, my.lane); });
 
         float x[C / 8][4] = {};
-        my.multiply_transposed(state, my.m.keys(c, 1), false, x);
+        add_transposed<T>(x, state, my.m.keys(c, 1), false, my.lane);
         if constexpr (!channel) my.scale(x, f.write);
         my.multiply_lower(d_o, my.m.square(c, 0), x);
         std::uint32_t left[C / 16][4];
         if (erases) {
             to_left<T>(left, x);
-            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] = 0; });
+            clear(x);
             my.multiply_lower(left, my.m.square(c, 1), x);
         }
         if (erases) {
@@ -128,8 +128,10 @@ struct ScanFromEnd {
         to_left<T>(state, my.state);
         my.load_values(c, d_o);
         ptx::begin_products(state, x, d_o, y);
-        my.begin_multiply_transposed(state, my.m.keys(c, 1), x);
-        my.begin_multiply(d_o, my.m.square(c, 0), y);
+        begin_transposed<T>(x, state, my.m.keys(c, 1));
+        ptx::commit_products();
+        begin_product<T>(y, d_o, my.m.square(c, 0), false);
+        ptx::commit_products();
         const bool nonfinite = my.values_are_nonfinite(c);
         if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
         if (nonfinite || my.m.goes_by_token(c)) [[unlikely]] {
@@ -151,8 +153,10 @@ struct ScanFromEnd {
         unrolled<C / 8, 4>([&](int n, int i) { x[n][i] += y[n][i]; });
         to_left<T>(left, x);
         ptx::begin_products(left, y, read, my.state);
-        my.begin_multiply(left, my.m.square(c, 1), y);
-        my.begin_add_to_state(read, my.m.keys(c, 0));
+        begin_product<T>(y, left, my.m.square(c, 1), false);
+        ptx::commit_products();
+        begin_product<T>(my.state, read, my.m.keys(c, 0), true);
+        ptx::commit_products();
         ptx::wait_for_products<1>(y);
         unrolled<C / 8, 4>([&](int n, int i) {
             x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
@@ -160,7 +164,8 @@ struct ScanFromEnd {
         std::uint32_t erased[C / 16][4];
         to_left<T>(erased, x);
         ptx::begin_products(erased);
-        my.begin_add_to_state(erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2));
+        begin_product<T>(my.state, erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2), true);
+        ptx::commit_products();
         const auto make_dv = [&] { unrolled<C / 8, 4>([&](int n, int i) { y[n][i] *= beta[8 * n + pair + i % 2]; }); };
         if constexpr (staged) {
             my.hand_on(c, true, [&] {

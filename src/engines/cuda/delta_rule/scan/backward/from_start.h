@@ -77,7 +77,7 @@ struct ScanFromStart {
         const int pair = 2 * (my.lane % 4);
         std::uint32_t left[C / 16][4];
         float x[C / 8][4] = {};
-        if (erases) my.multiply_transposed(state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), false, x);
+        if (erases) add_transposed<T>(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), false, my.lane);
         unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             my.m.values(c).load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
@@ -98,7 +98,7 @@ struct ScanFromStart {
         float U[C / 8][4] = {};
         if (erases) {
             to_left<T>(left, x);
-            my.multiply_transposed(left, my.m.square(c, 0), true, U);
+            add_transposed<T>(U, left, my.m.square(c, 0), true, my.lane);
         } else {
             unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
         }
@@ -119,7 +119,8 @@ struct ScanFromStart {
         std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
         to_left<T>(state, my.state);
         ptx::begin_products(state, x);
-        my.begin_multiply_transposed(state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), x);
+        begin_transposed<T>(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1));
+        ptx::commit_products();
         const bool nonfinite = my.values_are_nonfinite(c), by_record = my.m.goes_by_token(c);
         if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         if (nonfinite || by_record) [[unlikely]] {
@@ -142,13 +143,15 @@ struct ScanFromStart {
         });
         to_left<T>(left, x);
         ptx::begin_products(left, U);
-        my.begin_multiply_transposed(left, my.m.square(c, 0), U);
+        begin_transposed<T>(U, left, my.m.square(c, 0));
+        ptx::commit_products();
         ptx::wait_for_products<0>(U);
         unrolled<C / 8, 4>(
             [&](int n, int i) { x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2]; });
         to_left<T>(written, x);
         ptx::begin_products(written, my.state);
-        my.begin_add_to_state(written, my.m.keys(c, 0));
+        begin_product<T>(my.state, written, my.m.keys(c, 0), true);
+        ptx::commit_products();
         if constexpr (staged)
             my.hand_on(c, true, [&] { my.give_rows(0, U); });
         else

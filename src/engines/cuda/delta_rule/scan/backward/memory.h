@@ -32,8 +32,7 @@ class ChunkRows {
 
   public:
     __device__ ChunkRows(const View& view, const DeltaSequence& s, int head, int first, int size, int thread)
-        : from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] +
-                (s.begin + thread / units) * view.stride[1] + head * view.stride[2] + first + 8 * (thread % units)),
+        : from_(static_cast<const T*>(view.data) + s.row(view, thread / units, head) + first + 8 * (thread % units)),
           stride_(view.stride[1]),
           row_(thread / units),
           inside_(first + 8 * (thread % units) < size) {}

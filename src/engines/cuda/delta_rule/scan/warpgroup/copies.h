@@ -17,8 +17,7 @@ class RowCopies {
   public:
     __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int thread)
         : view_(view),
-          from_(static_cast<const T*>(view.data) + s.batch * view.stride[0] + (s.begin + thread / 8) * view.stride[1] +
-                head * view.stride[2] + first + 8 * (thread % 8)) {}
+          from_(static_cast<const T*>(view.data) + s.row(view, thread / 8, head) + first + 8 * (thread % 8)) {}
 
     // The next chunk, of which so many rows exist, and so many columns from its first on: zeros where there are none.
     __device__ void copy(const Tile<T, columns, C>& tile, int rows, int size, int thread) {

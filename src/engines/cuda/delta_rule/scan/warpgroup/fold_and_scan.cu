@@ -5,7 +5,6 @@
 
 #include "engines/cuda/delta_rule/scan/warpgroup/folds.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/roles.h"
-#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {

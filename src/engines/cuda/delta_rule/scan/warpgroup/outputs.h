@@ -54,11 +54,7 @@ class Outputs {
         ptx::begin_products(o);
         if constexpr (!scored) products.begin(shared.read(c), shared.write(c), score);
         shared.states().wait_for_products(c);
-        unrolled<K / 16>([&](int depth) {
-            // q S
-            ptx::warpgroup_multiply(o, shared.read(c).rows_operand(depth), shared.state_copy().rows_operand(depth),
-                                    depth > 0, T());
-        });
+        begin_transposed<T>(o, shared.read(c), shared.state_copy());  // q S
         ptx::commit_products();
         if constexpr (keeps) keep_state(c, kept);
         std::uint32_t left[C / 16][4];
@@ -84,9 +80,7 @@ class Outputs {
         if (shared.by_token_of(c) != 0) [[unlikely]]  // who has the state stores its outputs
             return;
         ptx::begin_products(left, o);
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(o, left[depth], shared.values_of(c).mn_major_operand(depth), true, T());
-        });
+        begin_product<T>(o, left, shared.values_of(c), true);
         ptx::commit_products();
         if constexpr (keeps) keep_rows(c, kept);
         ptx::wait_for_products<0>(o);
@@ -119,12 +113,7 @@ class Outputs {
         const auto& o = sums.of;
         constexpr int units = columns / 8, rows_at_once = 32 / units;
         const auto tile = shared.outputs_of(c);
-        unrolled<columns / 16>([&](int n) {
-            const std::uint32_t sixteen[4] = {
-                ptx::pack(o[2 * n][0], o[2 * n][1], T()), ptx::pack(o[2 * n][2], o[2 * n][3], T()),
-                ptx::pack(o[2 * n + 1][0], o[2 * n + 1][1], T()), ptx::pack(o[2 * n + 1][2], o[2 * n + 1][3], T())};
-            ptx::store_matrices(tile.unit(16 * warp + lane % 16, 2 * n + lane / 16), sixteen);
-        });
+        store_results<T>(tile, o, 16 * warp, lane);
         __syncwarp();
         const int u = lane % units, first = 16 * warp + lane / units,
                   rows = static_cast<int>(min(s.count - Index(c) * C, Index(C)));

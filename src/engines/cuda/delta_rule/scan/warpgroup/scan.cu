@@ -1,7 +1,5 @@
 // The scan over folded chunks on sm_90a: a block has a value head of a sequence and 64 or 128 value columns
 // (roles.h).
-#include "engines/cuda/delta_rule/scan/warpgroup/scan.h"
-
 #include "engines/cuda/delta_rule/scan/warpgroup/roles.h"
 #include "engines/cuda/device/grid.h"
 

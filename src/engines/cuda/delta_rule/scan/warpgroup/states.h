@@ -63,7 +63,7 @@ struct States {
             to_left<T>(state, my.state);
             if constexpr (erases) {
                 ptx::begin_products(state, x);
-                multiply(x, state, shared.erase(c));
+                begin_transposed<T>(x, state, shared.erase(c));
                 ptx::commit_products();
             }
             if constexpr (!may_overflow) nonfinite = shared.by_token_of(c) != 0;
@@ -88,7 +88,7 @@ struct States {
             std::uint32_t r[C / 16][4];
             to_left<T>(r, x);
             ptx::begin_products(r, x);
-            multiply(x, r, shared.solve_of(c));
+            begin_transposed<T>(x, r, shared.solve_of(c));
             ptx::commit_products();
         }
         decay_state(shared, c);
@@ -101,20 +101,14 @@ struct States {
         }
         to_left<T>(written, x);
         ptx::begin_products(written, my.state);
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(my.state, written[depth], shared.write(c).mn_major_operand(depth), true,
-                                             T());
-        });
+        begin_product<T>(my.state, written, shared.write(c), true);
         ptx::commit_products();
         if constexpr (erases) {  // else values are U
             if constexpr (channel) {
                 ptx::keep_registers(x);
                 to_left<T>(update, x);
             }
-            unrolled<C / 16>([&](int n) {
-                ptx::store_matrices_transposed(
-                    values.unit(16 * n + 8 * (my.lane / 16) + my.lane % 8, 2 * strip + my.lane / 8 % 2), update[n]);
-            });
+            unrolled<C / 16>([&](int n) { values.store_transposed_result(update[n], 16 * n, 16 * strip, my.lane); });
         }
         shared.updates().commit(c, my.lane);
         ptx::wait_for_products<0>(my.state);
@@ -124,13 +118,7 @@ struct States {
     __device__ void hand_on_state(const Layout& shared, int c) {
         shared.states().acquire(c);
         ptx::keep_registers(my.state);
-        unrolled<K / 16>([&](int depth) {
-            const std::uint32_t sixteen[4] = {ptx::pack(my.state[2 * depth][0], my.state[2 * depth][1], T()),
-                                              ptx::pack(my.state[2 * depth][2], my.state[2 * depth][3], T()),
-                                              ptx::pack(my.state[2 * depth + 1][0], my.state[2 * depth + 1][1], T()),
-                                              ptx::pack(my.state[2 * depth + 1][2], my.state[2 * depth + 1][3], T())};
-            ptx::store_matrices(shared.state_copy().unit(16 * strip + my.lane % 16, 2 * depth + my.lane / 16), sixteen);
-        });
+        store_results<T>(shared.state_copy(), my.state, 16 * strip, my.lane);
         shared.states().commit(c, my.lane);
     }
     // Of the lane's columns.
@@ -145,12 +133,6 @@ struct States {
             if (channel) last = *reinterpret_cast<const float2*>(shared.last_of(c) + 8 * n + 2 * (my.lane % 4));
             unrolled<4>([&](int i) { my.state[n][i] *= i % 2 == 0 ? last.x : last.y; });
         });
-    }
-    // x [64, 64] = left [64, 16·depths] rightᵀ
-    template <int depths, class Right>
-    __device__ static void multiply(float (&x)[C / 8][4], const std::uint32_t (&left)[depths][4], const Right& right) {
-        unrolled<depths>(
-            [&](int depth) { ptx::warpgroup_multiply(x, left[depth], right.rows_operand(depth), depth > 0, T()); });
     }
 };
 

@@ -176,8 +176,7 @@ struct ChannelResults {
         std::uint32_t words[4];
         my.pack(d, words);
         if constexpr (ptx::has_warpgroups) {
-            ptx::store_matrices_transposed(
-                rows.unit(16 * block + 8 * (my.lane / 16) + my.lane % 8, 2 * my.slice + my.lane / 8 % 2), words);
+            rows.store_transposed_result(words, 16 * block, 16 * my.slice, my.lane);
         } else {
             unrolled<4>([&](int i) {
                 *reinterpret_cast<std::uint32_t*>(shared_at(

@@ -99,9 +99,7 @@ struct ChannelTiles {
     __device__ Rows tile(int at) const { return {base + at}; }
     __device__ ValueRows value_tile(int at) const { return {base + at}; }  // dO, dR, U
     __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
-    __device__ Index row_of(const View& v, int i, int head) const {
-        return s.batch * v.stride[0] + (s.begin + c * C + i) * v.stride[1] + head * v.stride[2];
-    }
+    __device__ Index row_of(const View& v, int i, int head) const { return s.row(v, c * C + i, head); }
 
     // --- what a lane has: channels channel(0) and channel(1), tokens first_token(block) + 8·n + e
 

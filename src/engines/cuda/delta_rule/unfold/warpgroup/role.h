@@ -56,27 +56,6 @@ struct UnfoldWarpgroup {
     __device__ bool has_gate_gradients() const { return call.gate != core::Gate::none && (grad.dg || saved.shares); }
     __device__ int row(int half) const { return 16 * warp + lane / 4 + 8 * half; }
 
-    static __device__ void clear(Sums& x) {
-        unrolled<D / 8, 4>([&](int n, int i) { x[n][i] = 0; });
-    }
-    // In the background: x = rows · right [128, 128]
-    static __device__ void multiply_states(const Rows& rows, const States& right, Sums& x) {
-        unrolled<D / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(x, rows.rows_operand(depth), right.mn_major_operand(depth), depth > 0,
-                                             T());
-        });
-    }
-    // x += left · right [64, 128]
-    static __device__ void add_product(const Left& left, const Rows& right, Sums& x) {
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(x, left[depth], right.mn_major_operand(depth), true, T());
-        });
-    }
-    static __device__ void add_product(const Square& left, const Rows& right, Sums& x) {
-        unrolled<C / 16>([&](int depth) {
-            ptx::warpgroup_multiply_mn_major(x, left.rows_operand(depth), right.mn_major_operand(depth), true, T());
-        });
-    }
     __device__ void load_transposed(const Square& of, Left& out) const {
         unrolled<C / 16>([&](int depth) { of.load_transposed_result(out[depth], 16 * depth, 16 * warp, lane); });
     }
@@ -108,7 +87,7 @@ struct UnfoldWarpgroup {
     __device__ void begin_states(unsigned n, const Rows& rows, Sums& x) const {
         m.of_state().wait(n);
         ptx::begin_products(x);
-        multiply_states(rows, m.states(Memory::state), x);
+        begin_product<T>(x, rows, m.states(Memory::state), false);
         ptx::commit_products();
     }
     // to += factor∘(rows · S) + pairs · k, with sums of the first as add_rows() has them; the first of a key head has
@@ -124,7 +103,7 @@ struct UnfoldWarpgroup {
         if (!first) {
             m.of_square(which).wait(n);
             ptx::begin_products(to);
-            add_product(square, k, to);
+            begin_product<T>(to, square, k, true);
             ptx::commit_products();
         }
         ptx::wait_for_products<0>(x);
@@ -135,7 +114,7 @@ struct UnfoldWarpgroup {
         if (first) {
             m.of_square(which).wait(n);
             ptx::begin_products(to);
-            add_product(square, k, to);
+            begin_product<T>(to, square, k, true);
             ptx::commit_products();
         }
         ptx::wait_for_products<0>(to);
@@ -157,12 +136,8 @@ struct UnfoldWarpgroup {
                                const HavePairs& have_pairs) {
         Pairs x, y;
         ptx::begin_products(x, y);
-        unrolled<D / 16>([&](int depth) {
-            ptx::warpgroup_multiply(x, d.rows_operand(depth), u.rows_operand(depth), depth > 0, T());
-        });
-        unrolled<D / 16>([&](int depth) {
-            ptx::warpgroup_multiply(y, keys.rows_operand(depth), k.rows_operand(depth), depth > 0, T());
-        });
+        begin_transposed<T>(x, d, u);
+        begin_transposed<T>(y, keys, k);
         ptx::commit_products();
         make_anchors(which, f);
         ptx::wait_for_products<0>(x);
@@ -191,13 +166,7 @@ struct UnfoldWarpgroup {
     __device__ void store_rows_by_engine(const View& to, const Boxes& boxes, const ChunkPlace& at, const Rows& tile,
                                          const Rows& given, const float (&norm)[2], Sums& x) const {
         if (call.l2norm) take_norms_back(given, norm, x);
-        unrolled<D / 16>([&](int i) {
-            const int n = 2 * i;
-            const std::uint32_t words[4] = {ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()),
-                                            ptx::pack(x[n + 1][0], x[n + 1][1], T()),
-                                            ptx::pack(x[n + 1][2], x[n + 1][3], T())};
-            ptx::store_matrices(tile.unit(16 * warp + lane % 16, n + lane / 16), words);
-        });
+        store_results<T>(tile, x, 16 * warp, lane);
         ptx::publish_to_products();
         __syncwarp();
         if (lane != 0) return;
@@ -245,9 +214,7 @@ struct UnfoldWarpgroup {
     }
     // The warp's 16 rows and 16 columns of a square.
     __device__ void store_block(int which, int block, const Diagonal& x) const {
-        const std::uint32_t words[4] = {ptx::pack(x[0][0], x[0][1], T()), ptx::pack(x[0][2], x[0][3], T()),
-                                        ptx::pack(x[1][0], x[1][1], T()), ptx::pack(x[1][2], x[1][3], T())};
-        ptx::store_matrices(m.square(which).unit(16 * warp + lane % 16, 2 * block + lane / 16), words);
+        store_results<T>(m.square(which), x, 16 * warp, lane, block);
     }
     // Of x, P' or Q' to their square. of_y: the terms of the gates of the block on the diagonal, and `before` those of
     // whole rows before it.
@@ -327,9 +294,8 @@ struct UnfoldWarpgroup {
                     }
                 });
             });
-#pragma unroll
-            for (int half = 0; half < 2 && pass == 0; ++half)
-                along[half] = sum_of_lanes<4>(along[half]) * norm[half] * norm[half];
+            if (pass != 0) return;
+            unrolled<2>([&](int half) { along[half] = sum_of_lanes<4>(along[half]) * norm[half] * norm[half]; });
         });
     }
 };

@@ -40,7 +40,7 @@ struct Reader {
             const bool by_engine = at.rows() == Own::C && boxes.dq.given;
             typename Own::Sums dq;
             float norm[2];
-            if (!single) my.clear(dq);
+            if (!single) clear(dq);
             for (int i = 0; i < my.call.group; ++i, ++n) {
                 my.forget();
                 my.m.of_factors().wait(n);
@@ -218,7 +218,7 @@ struct Writer {
             const auto q = my.m.key(step, 0), k = my.m.key(step, 1);
             typename Own::Sums dk;
             float norm[2];
-            if (!single) my.clear(dk);
+            if (!single) clear(dk);
             for (int i = 0; i < my.call.group; ++i, ++n) {
                 my.m.of_factors().wait(n);
                 const RowFactors& f = my.small.factors[n % 2];
@@ -256,10 +256,7 @@ struct Writer {
         }
         my.m.of_d_r().wait(n);
         my.m.of_state().wait(n);
-        ptx::begin_products(x);
-        my.multiply_states(my.m.rows(Own::Memory::d_r), my.m.states(Own::Memory::state), x);
-        ptx::commit_products();
-        ptx::wait_for_products<0>(x);
+        multiply(my.m.rows(Own::Memory::d_r), my.m.states(Own::Memory::state), x);
         my.m.of_d_r().release(n, my.lane);
         my.m.of_state().release(n, my.lane);
         const float of_sum[2] = {-f.erase[my.row(0)], -f.erase[my.row(1)]};
@@ -268,7 +265,7 @@ struct Writer {
     }
     __device__ void multiply(const Rows& rows, const typename Own::States& right, Sums& x) const {
         ptx::begin_products(x);
-        my.multiply_states(rows, right, x);
+        begin_product<T>(x, rows, right, false);
         ptx::commit_products();
         ptx::wait_for_products<0>(x);
     }
@@ -279,14 +276,14 @@ struct Writer {
         my.load_transposed(my.m.square(0), left);
         my.m.of_square(0).release(n, my.lane);
         ptx::begin_products(dk, left);
-        my.add_product(left, q, dk);
+        begin_product<T>(dk, left, q, true);
         ptx::commit_products();
         if (my.erases) {
             my.m.of_square(1).wait(n);
             my.load_transposed(my.m.square(1), other);
             ptx::begin_products(other);
-            my.add_product(other, k, dk);
-            my.add_product(my.m.square(1), k, dk);
+            begin_product<T>(dk, other, k, true);
+            begin_product<T>(dk, my.m.square(1), k, true);
             ptx::commit_products();
         }
         ptx::wait_for_products<0>(dk);

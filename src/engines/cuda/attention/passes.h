@@ -1,4 +1,4 @@
-// Attention forward: blocked online softmax.
+// The passes of attention: blocked online softmax, and its gradients, each element by one thread in one order.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +12,10 @@ namespace softdelta::cuda {
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options);
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);
+std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                                         const core::AttentionGradients& grad);
+void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
+                        const core::Execution& execution, const core::AttentionGradients& grad);
 
 // Why the kernels do not compute these inputs, of which they take so many channels; "": they do.
 inline constexpr core::Index most_forward_channels = 576, most_backward_channels = 256;

@@ -1,7 +1,5 @@
 // The kernel of the scans of the chunked backward passes. Few heads leave multiprocessors idle in each of them, so they
 // run side by side where both are wanted.
-#pragma once
-
 #include <algorithm>
 
 #include "engines/cuda/delta_rule/scan/backward/from_end.h"
@@ -9,6 +7,8 @@
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
+
+namespace {
 
 // The longer ones first: from the end, those of all sequences.
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
@@ -58,8 +58,20 @@ void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
         with.template operator()<KeyKind::plain>();
 }
 
-// On sm_90a, of rules that erase, K and V filled up to 128.
-void launch_warpgroup_scans(Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
-                            const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
+}  // namespace
+
+// Warpgroups: on sm_90a, of rules that erase, K and V filled up to 128.
+void launch_scans(Level level, Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
+                  const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
+    if (saved.size == 64)
+        return launch_scan_kernel<SavedElement, 64, 4, KeyKind::plain, false>(scans, call, sequences, grad, saved,
+                                                                              stream);
+    const bool warpgroups = level == Level::sm_90a && call.erase != core::Erase::nothing;
+    with_wide_scan(call, sequences.count, [&]<int warps, KeyKind kind>() {
+        (warpgroups
+             ? launch_scan_kernel<SavedElement, 128, warps, kind, true>
+             : launch_scan_kernel<SavedElement, 128, warps, kind, false>)(scans, call, sequences, grad, saved, stream);
+    });
+}
 
 }  // namespace softdelta::cuda

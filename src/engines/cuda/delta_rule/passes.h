@@ -1,0 +1,44 @@
+// The passes of the delta rules: in chunks of 64 tokens on matrix products of 16-bit operands, token by token in f64,
+// and few tokens with states in registers (decode).
+#pragma once
+
+#include <cstddef>
+
+#include "core/delta_rule.h"
+#include "core/execution.h"
+#include "core/handover.h"
+#include "engines/cuda/delta_rule/lengths.h"
+
+namespace softdelta::cuda {
+
+// Whether the chunk kernels take a call: layouts, types and sizes alone decide.
+bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out);
+bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                           const core::DeltaGradients& grad);
+
+std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                    const core::Execution& execution);
+// What a call in chunks writes to execution.kept; 0: nothing.
+std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options);
+void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken);
+std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                     const core::DeltaGradients& grad, const core::Execution& execution);
+void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaGradients& grad, const core::Handover& handover);
+
+// f32 operands, gates of channels, and whatever the chunk form does not take.
+void tokens_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                    const core::DeltaOutputs& out, const TokenRange& taken);
+std::size_t tokens_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
+                                      const core::DeltaGradients& grad);
+void tokens_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                     const core::DeltaGradients& grad);
+
+// Of sequences with at most so many tokens states are most of what moves. −1 where operands do not have 16 bits: f32
+// sums do not keep what they have.
+core::Index few_tokens(const core::DeltaInputs& in);
+void step_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
+                  const core::DeltaOutputs& out, const TokenRange& taken);
+
+}  // namespace softdelta::cuda
