@@ -99,6 +99,27 @@ struct HeadGate {
     }
 };
 
+// dg of tokens from the last of a chunk backwards, of a channel or of all together; beforehand dg is rowsum(S∘dS) at
+// its end. Terms of a token: written is q∘dq − k∘dk, erased p∘dp.
+struct GateSweep {
+    double dg, sum = 0, dA_log = 0;
+
+    // The gradient of what the caller gave.
+    __device__ double take(const DeltaCall& c, const HeadGate& head, float given, double dt, double written,
+                           double erased) {
+        const bool before_decay = c.erase == core::Erase::from_previous_state;
+        dg += before_decay ? written : written + erased;
+        double dx = dg;
+        if (c.g) {
+            if (exp(head.gate(c, given, dt)) == 0) dg = 0;  // the state is gone, and what rounding left of it
+            dx = head.adjoint(c, given, dt, dg, dA_log);
+        }
+        sum += dx;
+        if (before_decay) dg += erased;
+        return dx;
+    }
+};
+
 // Gates of token t, channels [first, first + n), of which `size` exist; one for gates that a head's channels share.
 template <int n>
 __device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Index batch, Index t, int hv, int first,
@@ -130,6 +151,11 @@ __device__ inline float make_beta(const DeltaCall& c, float given) {
 __device__ inline double exact_beta(const DeltaCall& c, float given) {
     if (c.raw_beta == core::RawBeta::none) return static_cast<double>(given);
     return (c.raw_beta == core::RawBeta::logits ? 1 : 2) * exact_sigmoid(static_cast<double>(given));
+}
+// From the gradient of β to that of what the caller gave.
+__device__ inline double beta_adjoint(const DeltaCall& c, float given, double dbeta) {
+    if (c.raw_beta == core::RawBeta::none) return dbeta;
+    return dbeta * (exact_beta(c, given) * exact_sigmoid(-static_cast<double>(given)));
 }
 __device__ inline float make_beta(const DeltaCall& c, Index batch, Index t, int hv) {
     if (!c.beta) return 1;

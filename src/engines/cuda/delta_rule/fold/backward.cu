@@ -12,7 +12,6 @@
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -59,7 +58,7 @@ class BackwardFold {
     __device__ void run() {
         if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
         if (rows_ <= 0) return;
-        const Given given = load_given();
+        const GivenTokens given(call_, s_, warp_ == 0 ? c_ : s_.count, hv_, lane_);
         const int h = call_.key_head(hv_);
         copy_full_rows(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
         copy_full_rows(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
@@ -115,45 +114,14 @@ class BackwardFold {
     __device__ Keys q() const { return {base_}; }
     __device__ Keys k() const { return {base_ + Layout::key_bytes}; }
     __device__ Keys p() const { return {base_ + (own_p ? 2 : 1) * Layout::key_bytes}; }
-    // What warp 0 needs of the gates and β, two tokens for each lane: on its way before the keys.
-    struct Given {
-        float g[2], beta[2];
-    };
-    __device__ Given load_given() const {
-        Given given{};
-        if (warp_ != 0) return given;
-        unrolled<2>([&](int i) {
-            const int row = 2 * lane_ + i;
-            if (row >= rows_) return;
-            if (call_.g && call_.gate != core::Gate::none)
-                given.g[i] = load(call_.g, s_.row(call_.g, c_ * C + row, hv_));
-            if (call_.beta) given.beta[i] = load(call_.beta, s_.row(call_.beta, c_ * C + row, hv_));
-        });
-        return given;
-    }
-    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −750: e^−750 is 0.
-    __device__ bool make_gates(const Given& given) {
-        const HeadGate head(call_, hv_);
+    // By one warp. Gates are at least −750: e^−750 is 0.
+    __device__ bool make_gates(const GivenTokens& given) {
         RowFactors& f = small_.factors;
-        double g[2];
-        float rise = 0, betas[2];
-        unrolled<2>([&](int i) {
-            const int row = 2 * lane_ + i;
-            const bool gated = row < rows_ && call_.gate != core::Gate::none;
-            g[i] = gated ? head.gate(call_, given.g[i]) : 0.0;
-            float beta = row < rows_ ? 1.0F : 0.0F;
-            if (call_.beta && row < rows_) beta = make_beta(call_, given.beta[i]);
-            rise += static_cast<float>(fmax(g[i], 0.0));
-            f.beta[row] = betas[i] = beta;
-        });
-        const bool nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
-        const double first = fmax(g[0], -750.0), second = fmax(g[1], -750.0);
-        const double sum = running_sum_of_lanes<32>(first + second, lane_);
-        f.sums[2 * lane_ + 1] = sum - second;
-        f.sums[2 * lane_ + 2] = sum;
+        const GateSumsOfTokens of(call_, HeadGate(call_, hv_), given, rows_, lane_, -750.0, f.beta);
+        f.sums[2 * lane_ + 1] = of.first;
+        f.sums[2 * lane_ + 2] = of.second;
         if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;
-        rise = sum_of_warp(rise);
-        return nonfinite || !(rise <= highest_rise);
+        return of.nonfinite;
     }
 
     // 1/√(Σx² + 1e-6) of row thread / 2, by two neighbouring threads, or 1.

@@ -7,7 +7,6 @@
 
 #include "engines/cuda/delta_rule/chunk.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 // Where the block's gates together are above −60, decays are taken from the middle, and no exponent is above 30.

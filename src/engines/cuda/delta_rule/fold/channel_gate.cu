@@ -19,7 +19,6 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

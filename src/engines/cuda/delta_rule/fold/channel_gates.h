@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "engines/cuda/delta_rule/gate.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 class PairGates {

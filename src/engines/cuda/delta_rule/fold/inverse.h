@@ -8,7 +8,6 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 class WarpInverse {

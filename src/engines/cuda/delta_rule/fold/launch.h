@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "engines/cuda/delta_rule/chunk.h"
+#include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
@@ -17,6 +18,44 @@ void launch_fold_channel(Level level, const DeltaCall& call, core::DType type, c
                          const FoldedChunks& folded, cudaStream_t stream);
 
 constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels
+
+// What the caller gave of two tokens of a chunk, for each lane of a warp: on its way while something else is done.
+struct GivenTokens {
+    float g[2] = {}, beta[2] = {};
+
+    __device__ GivenTokens(const DeltaCall& call, const DeltaSequence& s, Index c, int hv, int lane) {
+        unrolled<2>([&](int i) {
+            const Index row = c * chunk_rows + 2 * lane + i;
+            if (row >= s.count) return;
+            if (call.g && call.gate != core::Gate::none) g[i] = load(call.g, s.row(call.g, row, hv));
+            beta[i] = call.beta ? load(call.beta, s.row(call.beta, row, hv)) : 1.0F;
+        });
+    }
+};
+// Their β to memory, and sums in f64 of the gates up to each of both that are at least `least`. nonfinite: a number of
+// the lane is not finite, or the chunk's gates rise too far.
+struct GateSumsOfTokens {
+    double first, second;
+    bool nonfinite;
+
+    __device__ GateSumsOfTokens(const DeltaCall& call, const HeadGate& head, const GivenTokens& given, int rows,
+                                int lane, double least, float (&beta)[chunk_rows]) {
+        double g[2];
+        float rise = 0, betas[2];
+        unrolled<2>([&](int i) {
+            const int row = 2 * lane + i;
+            g[i] = row < rows && call.gate != core::Gate::none ? head.gate(call, given.g[i]) : 0.0;
+            betas[i] = row >= rows ? 0.0F : call.beta ? make_beta(call, given.beta[i]) : 1.0F;
+            rise += static_cast<float>(fmax(g[i], 0.0));
+            beta[row] = betas[i];
+        });
+        nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
+        const double last = fmax(g[1], least);
+        second = running_sum_of_lanes<32>(fmax(g[0], least) + last, lane);
+        first = second - last;
+        nonfinite = nonfinite || !(sum_of_warp(rise) <= highest_rise);
+    }
+};
 
 // A tile of 16-bit elements, two neighbours of rows r and r + 8 of each accumulator.
 template <class T>

@@ -8,7 +8,6 @@
 #include "engines/cuda/delta_rule/fold/norms.h"
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 // What the warps of a fold need beside the tiles.
@@ -116,27 +115,15 @@ class SharedFold {
           lane_(thread % 32),
           barrier_(barrier) {}
 
-    // What warp 0 needs of chunk c, two tokens for each lane: on its way while something else is done.
-    struct Given {
-        float g[2], beta[2];
-    };
-    __device__ Given load_given(Index c) const {
-        Given given{};
-        if (warp_ != 0) return given;
-        unrolled<2>([&](int i) {
-            const Index row = c * chunk_rows + 2 * lane_ + i;
-            if (row >= s_.count) return;
-            if (call_.g && call_.gate != core::Gate::none) given.g[i] = load(call_.g, s_.row(call_.g, row, hv_));
-            given.beta[i] = call_.beta ? load(call_.beta, s_.row(call_.beta, row, hv_)) : 1.0F;
-        });
-        return given;
-    }
+    // What warp 0 needs of chunk c.
+    __device__ GivenTokens load_given(Index c) const { return {call_, s_, warp_ == 0 ? c : s_.count, hv_, lane_}; }
 
     // Factors and solve of chunk c, by all threads of the fold; tiles of keys are there. What a kernel does in between
     // are its steps: have_factors(), where scores can be made (makes_scores: the products of keys begin after them);
     // have_products(), when keys were read; have_inverse(inverse), when nobody reads its memory any more.
     template <class Steps>
-    __device__ void run(Index c, const Given& given, const SharedFoldTiles<T, K>& tiles, const Steps& steps) const {
+    __device__ void run(Index c, const GivenTokens& given, const SharedFoldTiles<T, K>& tiles,
+                        const Steps& steps) const {
         SharedFoldMemory& m = *tiles.memory;
         const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
         const KeyProducts<T, K, warpgroups> keys{call_, warp_, lane_};
@@ -168,31 +155,20 @@ class SharedFold {
   private:
     static constexpr int C = chunk_rows;
 
-    // Gates and β of 64 tokens by one warp. Sums in f64 of gates that are at least −100: what e^−100 leaves of a 16-bit
-    // number is 0.
-    __device__ void make_gates_of_chunk(const Given& given, int rows, ChunkFactors& f, SharedFoldMemory& m) const {
-        double g[2];
-        float rise = 0, betas[2];
-        unrolled<2>([&](int i) {
-            const int row = 2 * lane_ + i;
-            g[i] = row < rows && call_.gate != core::Gate::none ? head_.gate(call_, given.g[i]) : 0.0;
-            const float beta = row >= rows ? 0.0F : call_.beta ? make_beta(call_, given.beta[i]) : 1.0F;
-            rise += static_cast<float>(fmax(g[i], 0.0));
-            m.beta[row] = betas[i] = beta;
-        });
-        bool nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
-        const double second = fmax(g[1], -100.0);
-        const double sum = running_sum_of_lanes<32>(fmax(g[0], -100.0) + second, lane_);
+    // By one warp. Gates are at least −100: what e^−100 leaves of a 16-bit number is 0.
+    __device__ void make_gates_of_chunk(const GivenTokens& given, int rows, ChunkFactors& f,
+                                        SharedFoldMemory& m) const {
+        const GateSumsOfTokens of(call_, head_, given, rows, lane_, -100.0, m.beta);
         double* G = m.sums + 1;
-        G[2 * lane_] = sum - second;
-        G[2 * lane_ + 1] = sum;
-        const double last = __shfl_sync(0xffffffffu, sum, max(lane_ / 8 * 8 - 1, 0)), anchor = lane_ < 8 ? 0.0 : last;
+        G[2 * lane_] = of.first;
+        G[2 * lane_ + 1] = of.second;
+        const double last = __shfl_sync(0xffffffffu, of.second, max(lane_ / 8 * 8 - 1, 0)),
+                     anchor = lane_ < 8 ? 0.0 : last;
         float* within = m.decays.within[lane_ / 8] + 1 + 2 * (lane_ % 8);
-        within[0] = static_cast<float>(sum - second - anchor);
-        within[1] = static_cast<float>(sum - anchor);
+        within[0] = static_cast<float>(of.first - anchor);
+        within[1] = static_cast<float>(of.second - anchor);
         if (lane_ % 8 == 0) within[-1] = 0;
-        rise = sum_of_warp(rise);
-        nonfinite = __any_sync(0xffffffffu, nonfinite || !(rise <= highest_rise));
+        const bool nonfinite = __any_sync(0xffffffffu, of.nonfinite);
         if (lane_ != 0) return;
         m.sums[0] = 0;
         f.by_token = nonfinite ? 1 : 0;

@@ -13,7 +13,6 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/state.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

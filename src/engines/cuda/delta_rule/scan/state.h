@@ -7,7 +7,6 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/scan/lane_state.h"
 #include "engines/cuda/delta_rule/tokens/chunk.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -5,7 +5,6 @@
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
@@ -88,8 +87,9 @@ __global__ void __launch_bounds__(threads)
     }
     if (!grad.dbeta) return;
     dbeta = sum_of_warp(dbeta);
-    if (call.raw_beta != core::RawBeta::none) dbeta *= beta * exact_sigmoid(-static_cast<double>(given));
-    if (lane == 0) store(grad.dbeta, offset_of(grad.dbeta, call.tokens, row, hv), static_cast<float>(dbeta));
+    if (lane == 0)
+        store(grad.dbeta, offset_of(grad.dbeta, call.tokens, row, hv),
+              static_cast<float>(beta_adjoint(call, given, dbeta)));
 }
 
 // dg of a chunk's tokens, channel by channel: from its end backwards,
@@ -109,15 +109,14 @@ __global__ void __launch_bounds__(threads)
     const Index slot = memory.slot(s, sequences.first + n, c, sequences.packed);
     const Index slab_terms = memory.rows * call.heads * memory.channels;
     const bool erases = call.erase != core::Erase::nothing;
-    const bool before_decay = call.erase == core::Erase::from_previous_state;
     const HeadGate head(call, hv);
     double dt = head.bias;
     if (call.dt_bias && call.gate == core::Gate::channel)
         dt = static_cast<double>(load(call.dt_bias, (Index(hv) * memory.channels + channel) * call.dt_bias.stride[0]));
 
-    double dg = 0, sum = 0, dA_log = 0;
+    GateSweep of{0};
     for (int slab = 0; slab < memory.slabs; ++slab)
-        dg += memory.ends[((slab * memory.slots + slot) * call.heads + hv) * memory.channels + channel];
+        of.dg += memory.ends[((slab * memory.slots + slot) * call.heads + hv) * memory.channels + channel];
     const int count = static_cast<int>(min(s.count - first, Index(GradientMemory::chunk)));
     for (int i = count; i-- > 0;) {
         const Index t = s.begin + first + i;
@@ -127,26 +126,16 @@ __global__ void __launch_bounds__(threads)
             written += memory.written[slab * slab_terms + at];
             if (erases) erased += memory.erase[slab * slab_terms + at];
         }
-        dg += before_decay ? written : written + erased;
-        double dx = dg;
-        if (call.g) {
-            const Index place = s.batch * call.g.stride[0] + t * call.g.stride[1] + hv * call.g.stride[2] +
-                                (call.gate == core::Gate::channel ? channel * call.g.stride[3] : 0);
-            const float given = load(call.g, place);
-            if (exp(head.gate(call, given, dt)) == 0) dg = 0;  // the state is gone, and what rounding left of it
-            dx = head.adjoint(call, given, dt, dg, dA_log);
-            if (const View& v = grad.dg)
-                store(v,
-                      s.batch * v.stride[0] + t * v.stride[1] + hv * v.stride[2] +
-                          (call.gate == core::Gate::channel ? channel * v.stride[3] : 0),
-                      static_cast<float>(dx));
-        }
-        sum += dx;
-        if (before_decay) dg += erased;
+        const auto place = [&](const View& v) {
+            return s.batch * v.stride[0] + t * v.stride[1] + hv * v.stride[2] +
+                   (call.gate == core::Gate::channel ? channel * v.stride[3] : 0);
+        };
+        const double dx = of.take(call, head, call.g ? load(call.g, place(call.g)) : 0.0F, dt, written, erased);
+        if (call.g && grad.dg) store(grad.dg, place(grad.dg), static_cast<float>(dx));
     }
     const Index share = (slot * call.heads + hv) * memory.channels + channel;
-    memory.shares[share] = sum;
-    memory.shares[memory.slots * call.heads * memory.channels + share] = dA_log;
+    memory.shares[share] = of.sum;
+    memory.shares[memory.slots * call.heads * memory.channels + share] = of.dA_log;
 }
 
 // Sums over the chunks of all sequences, and for what a head's channels share over these. Each number has as many

@@ -305,36 +305,25 @@ class TokenUnfold {
         if (m >= channels) return;
         const HeadGate head(call_, hv_);
         const double dt = head.bias_of(call_, hv_, m);
-        double dg = m_.end[m], sum = 0, dA_log = 0;
-        for (int i = 1; i < D && !channel; ++i) dg += m_.end[i];
+        GateSweep of{m_.end[m]};
+        for (int i = 1; i < D && !channel; ++i) of.dg += m_.end[i];
         for (int t = rows_; t-- > 0;) {
             const double written = channel ? written_[t * D + m] : m_.written[t];
             const double erased = !erases_ ? 0.0 : channel ? erased_[t * D + m] : m_.erased[t];
-            dg += before_decay_ ? written : written + erased;
-            double dx = dg;
-            if (call_.g) {
-                const float given = given_gate(t, m);
-                if (exp(head.gate(call_, given, dt)) == 0) dg = 0;  // the state is gone
-                dx = head.adjoint(call_, given, dt, dg, dA_log);
-                if (const View& v = grad_.dg)
-                    store(v, row_of(v, t, hv_) + (channel ? m * v.stride[3] : 0), static_cast<float>(dx));
-            }
-            sum += dx;
-            if (before_decay_) dg += erased;
+            const double dx = of.take(call_, head, given_gate(t, m), dt, written, erased);
+            if (const View& v = grad_.dg; v && call_.g)
+                store(v, row_of(v, t, hv_) + (channel ? m * v.stride[3] : 0), static_cast<float>(dx));
         }
         if (!saved_.shares) return;
         const Index share = ((saved_.first_slot + slot_) * saved_.heads + hv_) * channels + m;
-        saved_.shares[share] = sum;
-        saved_.shares[saved_.all_slots * saved_.heads * channels + share] = dA_log;
+        saved_.shares[share] = of.sum;
+        saved_.shares[saved_.all_slots * saved_.heads * channels + share] = of.dA_log;
     }
     __device__ void unfold_beta() const {
         for (int t = warp_; t < rows_; t += warps) {
             double dbeta = 0;
             for (int j = lane_; j < D; j += 32) dbeta = fma(dw_[t * D + j], e_[t * D + j], dbeta);
-            dbeta = sum_of_warp(dbeta);
-            const float given = load(call_.beta, row_of(call_.beta, t, hv_));
-            if (call_.raw_beta != core::RawBeta::none)
-                dbeta *= exact_beta(call_, given) * exact_sigmoid(-static_cast<double>(given));
+            dbeta = beta_adjoint(call_, load(call_.beta, row_of(call_.beta, t, hv_)), sum_of_warp(dbeta));
             if (lane_ == 0) store(grad_.dbeta, row_of(grad_.dbeta, t, hv_), static_cast<float>(dbeta));
         }
     }

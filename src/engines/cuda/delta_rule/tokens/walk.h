@@ -14,7 +14,6 @@
 #include "engines/cuda/delta_rule/gate.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -10,7 +10,6 @@
 #include "engines/cuda/delta_rule/tokens/gradients.h"
 #include "engines/cuda/delta_rule/tokens/walk.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

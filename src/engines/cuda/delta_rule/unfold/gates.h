@@ -14,15 +14,11 @@ struct GateParts {
     float read[2], erase[2], write[2], spans[2];
 };
 
-// From the gradient of a gate or of β to that of what the caller gave, `at` there. In branches that are unlikely, so
+// From the gradient of a gate to that of what the caller gave, `at` there. In branches that are unlikely, so
 // that this code does not lie between what every chunk runs: caches of instructions hold what lies together.
 __device__ inline double raw_gate_gradient(const DeltaCall& call, Index at, int hv, double dg, double& dA_log) {
     const HeadGate head(call, hv);
     return head.adjoint(call, load(call.g, at), head.bias, dg, dA_log);
-}
-__device__ inline double raw_beta_gradient(const DeltaCall& call, Index at, double dbeta) {
-    const float given = load(call.beta, at);
-    return dbeta * (exact_beta(call, given) * exact_sigmoid(-static_cast<double>(given)));
 }
 
 // dg_s = through + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs (i ≥ s > j), by a warp; erasing before the
@@ -75,7 +71,7 @@ __device__ inline void unfold_beta(const DeltaCall& call, const GradientViews& g
     if (r >= at.rows()) return;
     double dbeta = static_cast<double>(sum);
     if (call.raw_beta != core::RawBeta::none) [[unlikely]]
-        dbeta = raw_beta_gradient(call, at.row(call.beta, hv, r), dbeta);
+        dbeta = beta_adjoint(call, load(call.beta, at.row(call.beta, hv, r)), dbeta);
     store(grad.dbeta, at.row(grad.dbeta, hv, r), static_cast<float>(dbeta));
 }
 

@@ -15,7 +15,6 @@
 #include "engines/cuda/delta_rule/unfold/shared_pairs.h"
 #include "engines/cuda/delta_rule/unfold/values.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

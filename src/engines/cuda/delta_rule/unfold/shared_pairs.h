@@ -4,7 +4,6 @@
 
 #include "engines/cuda/delta_rule/unfold/shared_tiles.h"
 #include "engines/cuda/delta_rule/unfold/spans.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

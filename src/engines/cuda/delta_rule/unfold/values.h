@@ -4,7 +4,6 @@
 
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -9,7 +9,6 @@
 #include "engines/cuda/delta_rule/scan/lane_state.h"
 #include "engines/cuda/delta_rule/tokens/chunk.h"
 #include "engines/cuda/tile/copy.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -5,7 +5,6 @@
 
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
 #include "engines/cuda/delta_rule/tokens/chunk_back.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -5,7 +5,6 @@
 #include "engines/cuda/delta_rule/fold/norms.h"
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
 // Rows of a head, by eights: eight threads have a row of each panel.

@@ -106,7 +106,7 @@ class Folds {
         copy_full_rows<T>(tile(at), from, s, chunk.c, call_.key_head(chunk.hv), 0, rows, call_.key_size, thread_,
                           warpgroup_threads);
     }
-    __device__ void fold(const Chunk& chunk, const typename Fold::Given& given, int step) const {
+    __device__ void fold(const Chunk& chunk, const GivenTokens& given, int step) const {
         const DeltaSequence s = sequences_[chunk.sequence];
         char* const at = shared_at(base_);
         // Scores, and then `solve`, leave through memory of the inverse.

@@ -7,7 +7,6 @@
 #include "engines/cuda/delta_rule/scan/state.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/kept.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
 // keeps: S before each chunk and U go to out.kept.

@@ -8,7 +8,6 @@
 
 #include "engines/cuda/delta_rule/scan/state.h"
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda::chunk_scan {
 template <class T, int K, Keys keys, int slabs>

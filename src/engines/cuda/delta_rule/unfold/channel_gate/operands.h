@@ -3,7 +3,6 @@
 
 #include "engines/cuda/delta_rule/fold/launch.h"
 #include "engines/cuda/delta_rule/unfold/channel_gate/tiles.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

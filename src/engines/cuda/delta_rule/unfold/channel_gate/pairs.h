@@ -9,7 +9,6 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/unfold/channel_gate/operands.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

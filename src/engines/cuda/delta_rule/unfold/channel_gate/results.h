@@ -3,7 +3,6 @@
 
 #include "engines/cuda/delta_rule/unfold/channel_gate/pairs.h"
 #include "engines/cuda/delta_rule/unfold/spans.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

@@ -9,7 +9,6 @@
 #include "engines/cuda/delta_rule/rows.h"
 #include "engines/cuda/delta_rule/saved.h"
 #include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

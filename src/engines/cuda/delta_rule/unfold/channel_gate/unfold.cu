@@ -14,7 +14,6 @@
 #include "engines/cuda/delta_rule/unfold/channel_gate/results.h"
 #include "engines/cuda/delta_rule/unfold/values.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

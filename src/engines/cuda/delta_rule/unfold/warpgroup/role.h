@@ -8,7 +8,6 @@
 #include "engines/cuda/delta_rule/unfold/spans.h"
 #include "engines/cuda/delta_rule/unfold/warpgroup/boxes.h"
 #include "engines/cuda/delta_rule/unfold/warpgroup/tiles.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 

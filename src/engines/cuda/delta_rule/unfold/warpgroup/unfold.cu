@@ -11,7 +11,6 @@
 
 #include "engines/cuda/delta_rule/unfold/warpgroup/loader.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/tile/unroll.h"
 
 namespace softdelta::cuda {
 
