@@ -207,26 +207,23 @@ __device__ inline void publish_to_products() {
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
     "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
     "%61, %62, %63}"
-#define SOFTDELTA_OF_REGISTERS_4 "{%16, %17, %18, %19}, %20"
-#define SOFTDELTA_OF_REGISTERS_8 "{%32, %33, %34, %35}, %36"
-#define SOFTDELTA_OF_REGISTERS_16 "{%64, %65, %66, %67}, %68"
-#define SOFTDELTA_ADD_AFTER_REGISTERS_4 "%21"
-#define SOFTDELTA_ADD_AFTER_REGISTERS_8 "%37"
-#define SOFTDELTA_ADD_AFTER_REGISTERS_16 "%69"
-#define SOFTDELTA_OF_SHARED_4 "%16, %17"
-#define SOFTDELTA_OF_SHARED_8 "%32, %33"
-#define SOFTDELTA_OF_SHARED_16 "%64, %65"
-#define SOFTDELTA_ADD_AFTER_SHARED_4 "%18"
-#define SOFTDELTA_ADD_AFTER_SHARED_8 "%34"
-#define SOFTDELTA_ADD_AFTER_SHARED_16 "%66"
+#define SOFTDELTA_ADD_4 "%16"
+#define SOFTDELTA_ADD_8 "%32"
+#define SOFTDELTA_ADD_16 "%64"
+#define SOFTDELTA_OF_REGISTERS_4 "{%17, %18, %19, %20}, %21"
+#define SOFTDELTA_OF_REGISTERS_8 "{%33, %34, %35, %36}, %37"
+#define SOFTDELTA_OF_REGISTERS_16 "{%65, %66, %67, %68}, %69"
+#define SOFTDELTA_OF_SHARED_4 "%17, %18"
+#define SOFTDELTA_OF_SHARED_8 "%33, %34"
+#define SOFTDELTA_OF_SHARED_16 "%65, %66"
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SOFTDELTA_PRODUCT(N, kind, where, order, ...)                                                           \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SOFTDELTA_ADD_AFTER_##where##_##N                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SOFTDELTA_ADD_##N                                          \
                  ", 0;\n"                                                                                       \
                  "wgmma.mma_async.sync.aligned." SOFTDELTA_SHAPE_##N ".f32." kind "." kind " " SOFTDELTA_TO_##N \
                  ", " SOFTDELTA_OF_##where##_##N ", p, 1, 1, " order ";\n}"                                     \
                  : SOFTDELTA_SUMS_##N                                                                           \
-                 : __VA_ARGS__, "l"(b), "r"(add ? 1 : 0))
+                 : "r"(add ? 1 : 0), __VA_ARGS__, "l"(b))
 #else
 #define SOFTDELTA_PRODUCT(...)
 #endif
@@ -265,18 +262,15 @@ SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16",
 #undef SOFTDELTA_TO_4
 #undef SOFTDELTA_TO_8
 #undef SOFTDELTA_TO_16
+#undef SOFTDELTA_ADD_4
+#undef SOFTDELTA_ADD_8
+#undef SOFTDELTA_ADD_16
 #undef SOFTDELTA_OF_REGISTERS_4
 #undef SOFTDELTA_OF_REGISTERS_8
 #undef SOFTDELTA_OF_REGISTERS_16
-#undef SOFTDELTA_ADD_AFTER_REGISTERS_4
-#undef SOFTDELTA_ADD_AFTER_REGISTERS_8
-#undef SOFTDELTA_ADD_AFTER_REGISTERS_16
 #undef SOFTDELTA_OF_SHARED_4
 #undef SOFTDELTA_OF_SHARED_8
 #undef SOFTDELTA_OF_SHARED_16
-#undef SOFTDELTA_ADD_AFTER_SHARED_4
-#undef SOFTDELTA_ADD_AFTER_SHARED_8
-#undef SOFTDELTA_ADD_AFTER_SHARED_16
 #undef SOFTDELTA_PRODUCT
 #undef SOFTDELTA_LEFT_IN_REGISTERS
 #undef SOFTDELTA_LEFT_IN_SHARED

@@ -41,6 +41,38 @@ inline Boxes score_boxes(const StoredScores& ds, int rows) {
     return boxes_of(ds.view, {3, 2, 1, 0}, {ds.keys, ds.queries, ds.heads, ds.sequences}, rows);
 }
 
+// What a kernel's tiles come from, given where TMA copies; ds goes there.
+struct OperandBoxes {
+    Boxes q, k, v, d_o, bias, ds;
+    bool given = false;
+
+    // Of blocks of so many rows of queries and keys; d_o may be absent.
+    static OperandBoxes of(const AttentionCall& call, const AttentionSequences& s, const View& d_o, int queries,
+                           int keys) {
+        OperandBoxes b;
+        if (!are_whole(call, s)) return b;
+        b.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, queries);
+        b.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, keys);
+        b.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, keys);
+        b.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, queries);
+        b.given = b.q.given && b.k.given && b.v.given && (!d_o || b.d_o.given);
+        return b;
+    }
+    // A bias comes with the tiles; none is cut for packed sequences.
+    void add_bias(const AttentionCall& call, const AttentionSequences& s, int rows, int columns) {
+        if (given) bias = bias_boxes(call.bias, call, rows, columns);
+        given = bias.given && s.table == nullptr;
+    }
+    // For each packed sequence its own, in this order: own_boxes().
+    void cut(const AttentionCall& call, const AttentionSequences& s, const View& of_d_o, cudaStream_t stream) const {
+        if (!given || s.boxes == nullptr) return;
+        CutBoxes all;
+        all.add(q, call.q, false), all.add(k, call.k, true), all.add(v, call.v, true);
+        if (of_d_o) all.add(d_o, of_d_o, false);
+        launch_cut_boxes(s, all, stream);
+    }
+};
+
 // Rows of a head. bring() copies them into a tile, in the background: by TMA for one thread, whose bytes arrive at
 // `full`, or by all threads of a warpgroup.
 template <bool by_tma>

@@ -18,12 +18,6 @@ constexpr int M = warpgroup_rows;
 // Where sums of both fill the registers, dk, with dbias, and dv are made by kernels of their own.
 enum class Of { both, dk, dv };
 
-// Given where TMA copies.
-struct KeyBoxes {
-    Boxes q, d_o, k, v, bias, ds;
-    bool given = false;
-};
-
 // A block's shared memory: k, v, then stages of q, do, bias and ds, bits of the mask, terms of rows; mbarriers; the
 // sequence. keeps: ds is stored though there is no bias in whose place it could lie.
 template <class T, int columns, Between between, Of made, bool keeps>
@@ -78,7 +72,7 @@ struct KeyBlock {
 
     Tiles m;
     const AttentionCall& call;
-    const KeyBoxes& boxes;
+    const OperandBoxes& boxes;
     const RowTerms& rows;
     const Gradients& grad;
     const AttentionSequences& sequences;
@@ -129,9 +123,9 @@ struct KeyProducer {
         const auto own = [&](const Boxes& all, int which) -> const Boxes& {
             return own_boxes<by_tma>(all, b.sequences, b.s, which);
         };
-        const Boxes &q_boxes = own(b.boxes.q, 0), &d_o_boxes = own(b.boxes.d_o, 1);
-        const auto k = rows_of_keys<by_tma>(call.k, own(b.boxes.k, 2), call, b.s, b.key_head, call.channels);
-        const auto v = rows_of_keys<by_tma>(call.v, own(b.boxes.v, 3), call, b.s, b.key_head, call.value_channels);
+        const Boxes &q_boxes = own(b.boxes.q, 0), &d_o_boxes = own(b.boxes.d_o, 3);
+        const auto k = rows_of_keys<by_tma>(call.k, own(b.boxes.k, 1), call, b.s, b.key_head, call.channels);
+        const auto v = rows_of_keys<by_tma>(call.v, own(b.boxes.v, 2), call, b.s, b.key_head, call.value_channels);
         const auto bring_own = [&](std::uint32_t full) {
             k.bring(m.k(), b.first, thread, full);
             if (Tiles::makes_dk) v.bring(m.v(), b.first, thread, full);
@@ -355,7 +349,7 @@ template <class T, int columns, Between between, Of made, bool keeps, bool far>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                         const __grid_constant__ Gradients grad, const __grid_constant__ KeyBoxes boxes) {
+                         const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Block = KeyBlock<T, columns, between, made, keeps, far>;
         using Tiles = typename Block::Tiles;
@@ -408,34 +402,17 @@ __global__ void __launch_bounds__(block_threads, 1)
     }
 }
 
-template <class Tiles>
-KeyBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
-    KeyBoxes boxes;
-    if (Tiles::Key::units > 16 || Tiles::masked || !are_whole(call, sequences)) return boxes;
-    boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, Tiles::N);
-    boxes.d_o = row_boxes(grad.d_o, call, call.queries, call.heads, call.value_channels, Tiles::N);
-    boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, M);
-    boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, M);
-    if (Tiles::has_tiles) boxes.bias = bias_boxes(call.bias, call, Tiles::N, 64);
-    if (Tiles::holds_tiles && grad.ds) boxes.ds = score_boxes(grad.ds, Tiles::N);
-    boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
-                  (!Tiles::has_tiles || boxes.bias.given) && (!Tiles::biased || sequences.table == nullptr);
-    boxes.ds.given = boxes.ds.given && boxes.given;
-    return boxes;
-}
-
 template <class T, int columns, Between between, Of made, bool keeps = false, bool far = false>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
     const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
-    const KeyBoxes boxes = boxes_of<Tiles>(call, sequences, grad);
-    if (boxes.given && sequences.boxes != nullptr) {
-        CutBoxes cut;
-        cut.add(boxes.q, call.q, false), cut.add(boxes.d_o, grad.d_o, false);
-        cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
-        launch_cut_boxes(sequences, cut, stream);
-    }
+    OperandBoxes boxes;
+    if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, Tiles::N, M);
+    if (Tiles::has_tiles) boxes.add_bias(call, sequences, Tiles::N, 64);
+    if (Tiles::biased && sequences.table != nullptr) boxes.given = false;
+    if (Tiles::holds_tiles && grad.ds && boxes.given) boxes.ds = score_boxes(grad.ds, Tiles::N);
+    boxes.cut(call, sequences, grad.d_o, stream);
     launch(warpgroup_key_kernel<T, columns, between, made, keeps, far>, {blocks, block_threads, Tiles::bytes, true},
            stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad, boxes);
 }

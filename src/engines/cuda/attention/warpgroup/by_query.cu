@@ -13,12 +13,6 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-// Given where TMA copies.
-struct QueryBoxes {
-    Boxes q, d_o, k, v, bias;
-    bool given = false;
-};
-
 // A block's shared memory: q, do, then stages of k, v and bias; bits of the mask; stages of a bias that queries share;
 // mbarriers; the sequence.
 template <class T, int columns, Between between>
@@ -71,7 +65,7 @@ template <class T, int columns, Between between>
 struct QueryBlock {
     QueryTiles<T, columns, between> m;
     const AttentionCall& call;
-    const QueryBoxes& boxes;
+    const OperandBoxes& boxes;
     const RowTerms& rows;
     const Gradients& grad;
     const AttentionSequences& sequences;
@@ -95,9 +89,9 @@ struct QueryProducer {
             return own_boxes<by_tma>(all, b.sequences, b.s, which);
         };
         const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
-        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, own(b.boxes.d_o, 1), b.s, b.head, b.call.value_channels);
-        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 2), b.call, b.s, key_head, b.call.channels);
-        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 3), b.call, b.s, key_head, b.call.value_channels);
+        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, own(b.boxes.d_o, 3), b.s, b.head, b.call.value_channels);
+        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 1), b.call, b.s, key_head, b.call.channels);
+        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 2), b.call, b.s, key_head, b.call.value_channels);
         const typename Tiles::AddedTile extra(b.call, b.s, b.head);
         const auto bring_own = [&](std::uint32_t full) {
             q.bring(m.q(), b.first, thread, full);
@@ -228,7 +222,7 @@ template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                           const __grid_constant__ Gradients grad, const __grid_constant__ QueryBoxes boxes) {
+                           const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = QueryTiles<T, columns, between>;
         follow_launch_before();
@@ -262,37 +256,16 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns, Between between>
-QueryBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const View& d_o) {
-    using Tiles = QueryTiles<T, columns, between>;
-    QueryBoxes boxes;
-    if (columns > 128 || Tiles::masked || !are_whole(call, sequences)) return boxes;
-    boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
-    boxes.d_o = row_boxes(d_o, call, call.queries, call.heads, call.value_channels, M);
-    boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, Tiles::N);
-    boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, Tiles::N);
-    if (Tiles::shares_bias)
-        boxes.bias = bias_boxes(call.bias, call, 1, Tiles::N);
-    else if (Tiles::has_tiles)
-        boxes.bias = bias_boxes(call.bias, call, M, 64);
-    boxes.given = boxes.q.given && boxes.d_o.given && boxes.k.given && boxes.v.given &&
-                  (!is_bias_alone(between) || boxes.bias.given) &&
-                  (between == Between::nothing || sequences.table == nullptr);
-    return boxes;
-}
-
-template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                 const Gradients& grad, cudaStream_t stream) {
-    const QueryBoxes boxes = boxes_of<T, columns, between>(call, sequences, grad.d_o);
-    if (boxes.given && sequences.boxes != nullptr) {
-        CutBoxes cut;
-        cut.add(boxes.q, call.q, false), cut.add(boxes.d_o, grad.d_o, false);
-        cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
-        launch_cut_boxes(sequences, cut, stream);
-    }
+    using Tiles = QueryTiles<T, columns, between>;
+    OperandBoxes boxes;
+    if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, M, Tiles::N);
+    if (is_bias_alone(between))
+        boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
+    boxes.cut(call, sequences, grad.d_o, stream);
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
-    launch(warpgroup_query_kernel<T, columns, between>,
-           {blocks, block_threads, QueryTiles<T, columns, between>::bytes, true}, stream,
+    launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, Tiles::bytes, true}, stream,
            "attention's gradient of q on warpgroups", call, sequences, rows, grad, boxes);
 }
 

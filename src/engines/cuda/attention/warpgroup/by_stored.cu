@@ -16,12 +16,6 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-// Given where TMA copies.
-struct StoredBoxes {
-    Boxes ds, k;
-    bool given = false;
-};
-
 // A block's shared memory: dq, then stages of k and ds; mbarriers; the sequence.
 template <class T, int columns>
 struct StoredTiles {
@@ -50,7 +44,7 @@ template <class T, int columns>
 struct StoredBlock {
     StoredTiles<T, columns> m;
     const AttentionCall& call;
-    const StoredBoxes& boxes;
+    const OperandBoxes& boxes;
     const Gradients& grad;
     const AttentionSequence& s;
     int sequence, blocks;
@@ -138,7 +132,7 @@ template <class T, int columns>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_stored_kernel(const __grid_constant__ AttentionCall call,
                             const __grid_constant__ AttentionSequences sequences,
-                            const __grid_constant__ Gradients grad, const __grid_constant__ StoredBoxes boxes) {
+                            const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = StoredTiles<T, columns>;
         follow_launch_before();
@@ -167,8 +161,8 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns>
-StoredBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
-    StoredBoxes boxes;
+OperandBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
+    OperandBoxes boxes;
     if (columns > 128 || !are_whole(call, sequences)) return boxes;
     boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, StoredTiles<T, columns>::N);
     boxes.ds = score_boxes(grad.ds, M);

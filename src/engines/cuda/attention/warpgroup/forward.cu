@@ -21,12 +21,6 @@ using namespace warpgroup;
 
 constexpr int M = warpgroup_rows;
 
-// Given where TMA copies.
-struct ForwardBoxes {
-    Boxes q, k, v, bias;
-    bool given = false;
-};
-
 // A block's shared memory: q, then stages of k, of v and of bias; bits of the mask; mbarriers; the sequence.
 template <class T, int columns, Between between>
 struct ForwardTiles {
@@ -78,7 +72,7 @@ struct ForwardBlock {
 
     Tiles m;
     const AttentionCall& call;
-    const ForwardBoxes& boxes;
+    const OperandBoxes& boxes;
     const ForwardOutputs& out;
     const AttentionSequences& sequences;
     const AttentionSequence& s;
@@ -258,7 +252,7 @@ template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
-                             const __grid_constant__ ForwardBoxes boxes, const __grid_constant__ ForwardOutputs out) {
+                             const __grid_constant__ OperandBoxes boxes, const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = ForwardTiles<T, columns, between>;
         follow_launch_before();
@@ -291,34 +285,16 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns, Between between>
-ForwardBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences) {
-    using Tiles = ForwardTiles<T, columns, between>;
-    ForwardBoxes boxes;
-    if (columns > 128 || Tiles::added || !are_whole(call, sequences)) return boxes;
-    boxes.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, M);
-    boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, Tiles::N);
-    boxes.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, Tiles::N);
-    if (Tiles::shares_bias)
-        boxes.bias = bias_boxes(call.bias, call, 1, Tiles::N);
-    else if (Tiles::alone)
-        boxes.bias = bias_boxes(call.bias, call, M, 64);
-    boxes.given = boxes.q.given && boxes.k.given && boxes.v.given && (!Tiles::alone || boxes.bias.given) &&
-                  (between == Between::nothing || sequences.table == nullptr);
-    return boxes;
-}
-
-template <class T, int columns, Between between>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                 cudaStream_t stream) {
-    const ForwardBoxes boxes = boxes_of<T, columns, between>(call, sequences);
-    if (boxes.given && sequences.boxes != nullptr) {
-        CutBoxes cut;
-        cut.add(boxes.q, call.q, false), cut.add(boxes.k, call.k, true), cut.add(boxes.v, call.v, true);
-        launch_cut_boxes(sequences, cut, stream);
-    }
+    using Tiles = ForwardTiles<T, columns, between>;
+    OperandBoxes boxes;
+    if (columns <= 128 && !Tiles::added) boxes = OperandBoxes::of(call, sequences, {}, M, Tiles::N);
+    if (Tiles::alone) boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
+    boxes.cut(call, sequences, {}, stream);
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_forward_kernel<T, columns, between>,
-           {blocks, block_threads, ForwardTiles<T, columns, between>::bytes, static_cast<bool>(out.far_lse)}, stream,
+           {blocks, block_threads, Tiles::bytes, static_cast<bool>(out.far_lse)}, stream,
            "attention forward on warpgroups", call, sequences, boxes, out);
 }
 
