@@ -29,14 +29,7 @@ class TermWarp {
   public:
     __device__ TermWarp(const AttentionCall& call, const AttentionSequences& packed, const SavedRows& saved,
                         const RowTerms& out, RowPass pass, const Redo& far, int* far_heads)
-        : call_(call),
-          packed_(packed),
-          saved_(saved),
-          out_(out),
-          pass_(pass),
-          far_(far),
-          far_heads_(far_heads),
-          head_(static_cast<int>(blockIdx.y)) {}
+        : call_(call), packed_(packed), saved_(saved), out_(out), pass_(pass), far_(far), far_heads_(far_heads) {}
 
     // term_rows rows from `first` on.
     __device__ void run(Index first) const {
@@ -151,7 +144,7 @@ class TermWarp {
     const RowTerms& out_;
     RowPass pass_;
     const Redo& far_;
-    int *far_heads_, head_;
+    int *far_heads_, head_ = static_cast<int>(blockIdx.y);
 };
 __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences packed,

@@ -39,11 +39,7 @@ class Decode {
         : call_(call),
           parts_(parts),
           s_(sequences[static_cast<int>(blockIdx.z)]),
-          sequence_(sequences.first + static_cast<int>(blockIdx.z)),
-          split_(static_cast<int>(blockIdx.y)),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          base_(ptx::shared_address(ptx::shared_memory())) {
+          sequence_(sequences.first + static_cast<int>(blockIdx.z)) {
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
         const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
         first_channel_ = static_cast<int>(blockIdx.x) % slices * value_columns;
@@ -228,8 +224,9 @@ class Decode {
     const AttentionCall& call_;
     const DecodeParts& parts_;
     AttentionSequence s_;
-    int sequence_, split_, warp_, lane_;
-    std::uint32_t base_;
+    int sequence_, split_ = static_cast<int>(blockIdx.y), warp_ = static_cast<int>(threadIdx.x) / 32,
+                   lane_ = static_cast<int>(threadIdx.x) % 32;
+    std::uint32_t base_ = ptx::shared_address(ptx::shared_memory());
     int first_channel_, first_row_, key_head_, value_channels_;
     KeyRange all_{};  // keys that all rows see
     Acc<16, value_columns> o_{};

@@ -32,11 +32,7 @@ struct ListMemory {
 // The first block lists sequences, each other one `threads` chunks. All go through the sequences, `threads` at a time.
 class ListBlock {
   public:
-    __device__ ListBlock(const Lengths& lengths, const ChunkSequences& out)
-        : lengths_(lengths),
-          out_(out),
-          m_(*reinterpret_cast<ListMemory*>(ptx::shared_memory())),
-          thread_(static_cast<int>(threadIdx.x)) {}
+    __device__ ListBlock(const Lengths& lengths, const ChunkSequences& out) : lengths_(lengths), out_(out) {}
 
     __device__ void list_sequences() {
         if (thread_ < 64) m_.of_size[0][thread_] = 0;
@@ -136,8 +132,8 @@ class ListBlock {
 
     const Lengths& lengths_;
     const ChunkSequences& out_;
-    ListMemory& m_;
-    const int thread_;
+    ListMemory& m_ = *reinterpret_cast<ListMemory*>(ptx::shared_memory());
+    const int thread_ = static_cast<int>(threadIdx.x);
     Before before_;
 };
 

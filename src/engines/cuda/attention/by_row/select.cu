@@ -25,12 +25,7 @@ __device__ inline float from_ordered(std::uint32_t order) {
 class Selection {
   public:
     __device__ Selection(const Addends& addends, Index query, KeyRange keys, Index top_w)
-        : addends_(addends),
-          query_(query),
-          keys_(keys),
-          top_w_(top_w),
-          thread_(static_cast<int>(threadIdx.x)),
-          counts_(reinterpret_cast<int*>(ptx::shared_memory())) {}
+        : addends_(addends), query_(query), keys_(keys), top_w_(top_w) {}
 
     __device__ KeptKeys run() {
         std::uint32_t smallest = 0;  // its digits so far
@@ -106,8 +101,8 @@ class Selection {
     Index query_;
     KeyRange keys_;
     Index top_w_;
-    int thread_;
-    int* counts_;  // [digits], [threads], what is chosen
+    int thread_ = static_cast<int>(threadIdx.x);
+    int* counts_ = reinterpret_cast<int*>(ptx::shared_memory());  // [digits], [threads], what is chosen
 };
 
 __global__ void __launch_bounds__(threads)

@@ -16,15 +16,7 @@ class ByKey {
   public:
     __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
                      const Gradients& grad, const RowTile& at)
-        : call_(call),
-          rows_(rows),
-          grad_(grad),
-          s_(sequences[at.i]),
-          at_(at),
-          packed_(sequences.of_keys),
-          key_head_(static_cast<int>(blockIdx.y)),
-          first_(at.first),
-          thread_(static_cast<int>(threadIdx.x)) {}
+        : call_(call), rows_(rows), grad_(grad), s_(sequences[at.i]), at_(at), packed_(sequences.of_keys) {}
 
     __device__ void run() {
         if (!grad_.redo_keys.takes(at_, call_.heads / call_.group, key_head_)) return;
@@ -90,9 +82,9 @@ class ByKey {
     AttentionSequence s_;
     RowTile at_;
     bool packed_;
-    int key_head_;
-    Index first_;
-    int thread_;
+    int key_head_ = static_cast<int>(blockIdx.y);
+    Index first_ = at_.first;
+    int thread_ = static_cast<int>(threadIdx.x);
     Tiles tiles_;
     Acc<16, with_dk ? columns : 8> dk_{};
     Acc<16, with_dv ? columns : 8> dv_{};

@@ -35,15 +35,7 @@ class AttentionForward {
 
     __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
                                 const ForwardOutputs& out, const RowTile& at)
-        : call_(call),
-          out_(out),
-          s_(sequences[at.i]),
-          at_(at),
-          head_(static_cast<int>(blockIdx.y)),
-          first_(at.first),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          base_(ptx::shared_address(ptx::shared_memory())) {}
+        : call_(call), out_(out), s_(sequences[at.i]), at_(at) {}
 
     __device__ void run() {
         if (first_ >= s_.q_count || !out_.redo.takes(at_, call_.heads, head_)) return;
@@ -136,10 +128,10 @@ class AttentionForward {
     const ForwardOutputs& out_;
     AttentionSequence s_;
     RowTile at_;
-    int head_;
-    Index first_;
-    int warp_, lane_;
-    std::uint32_t base_;
+    int head_ = static_cast<int>(blockIdx.y);
+    Index first_ = at_.first;
+    int warp_ = static_cast<int>(threadIdx.x) / 32, lane_ = static_cast<int>(threadIdx.x) % 32;
+    std::uint32_t base_ = ptx::shared_address(ptx::shared_memory());
     Acc<16, columns> o_{};
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};  // the lane's part of a sum
     bool seen_[2] = {};

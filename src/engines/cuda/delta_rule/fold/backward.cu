@@ -41,19 +41,7 @@ class BackwardFold {
 
   public:
     __device__ BackwardFold(const DeltaCall& call, const ChunkPosition& at, const SavedChunks& saved)
-        : call_(call),
-          s_(at.s),
-          c_(at.c),
-          hv_(static_cast<int>(blockIdx.x)),
-          thread_(static_cast<int>(threadIdx.x)),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
-          rows_(at.rows()),
-          slot_(s_.first_slot + c_),
-          saved_(saved),
-          memory_(ptx::shared_memory()),
-          base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+        : call_(call), s_(at.s), c_(at.c), rows_(at.rows()), saved_(saved) {}
 
     __device__ void run() {
         if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
@@ -194,12 +182,13 @@ class BackwardFold {
     const DeltaCall& call_;
     const DeltaSequence s_;
     const Index c_;
-    const int hv_, thread_, warp_, lane_, rows_;
-    const Index slot_;
+    const int hv_ = static_cast<int>(blockIdx.x), thread_ = static_cast<int>(threadIdx.x), warp_ = thread_ / 32,
+              lane_ = thread_ % 32, rows_;
+    const Index slot_ = s_.first_slot + c_;
     const SavedChunks& saved_;
-    char* memory_;
-    std::uint32_t base_;
-    Small& small_;
+    char* memory_ = ptx::shared_memory();
+    std::uint32_t base_ = ptx::shared_address(memory_);
+    Small& small_ = *reinterpret_cast<Small*>(memory_ + Layout::small);
 };
 
 template <class T, int K, bool own_p, bool warpgroups>

@@ -61,15 +61,8 @@ class ChannelFold {
         : call_(call),
           s_(at.s),
           c_(at.c),
-          hv_(static_cast<int>(blockIdx.y)),
-          thread_(static_cast<int>(threadIdx.x)),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
           rows_(at.rows()),
-          record_(folded.record(s_.first_slot + c_, hv_, Record::bytes)),
-          memory_(ptx::shared_memory()),
-          base_(ptx::shared_address(memory_)),
-          small_(*reinterpret_cast<Small*>(memory_ + Layout::small)) {}
+          record_(folded.record(s_.first_slot + c_, hv_, Record::bytes)) {}
 
     __device__ void run() {
         if (rows_ <= 0) return;
@@ -315,11 +308,12 @@ class ChannelFold {
     const DeltaCall& call_;
     const DeltaSequence s_;
     const Index c_;
-    const int hv_, thread_, warp_, lane_, rows_;
+    const int hv_ = static_cast<int>(blockIdx.y), thread_ = static_cast<int>(threadIdx.x), warp_ = thread_ / 32,
+              lane_ = thread_ % 32, rows_;
     char* const record_;
-    char* memory_;
-    std::uint32_t base_;
-    Small& small_;
+    char* memory_ = ptx::shared_memory();
+    std::uint32_t base_ = ptx::shared_address(memory_);
+    Small& small_ = *reinterpret_cast<Small*>(memory_ + Layout::small);
 };
 
 template <class T>

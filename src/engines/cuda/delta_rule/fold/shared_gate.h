@@ -106,14 +106,7 @@ class SharedFold {
 
     // barrier: of its threads alone.
     __device__ SharedFold(const DeltaCall& call, const DeltaSequence& s, int hv, int thread, int barrier = 1)
-        : call_(call),
-          s_(s),
-          head_(call, hv),
-          hv_(hv),
-          thread_(thread),
-          warp_(thread / 32),
-          lane_(thread % 32),
-          barrier_(barrier) {}
+        : call_(call), s_(s), head_(call, hv), hv_(hv), thread_(thread), barrier_(barrier) {}
 
     // What warp 0 needs of chunk c.
     __device__ GivenTokens load_given(Index c) const { return {call_, s_, warp_ == 0 ? c : s_.count, hv_, lane_}; }
@@ -238,7 +231,7 @@ class SharedFold {
     const DeltaCall& call_;
     const DeltaSequence& s_;
     const HeadGate head_;
-    const int hv_, thread_, warp_, lane_, barrier_;
+    const int hv_, thread_, warp_ = thread_ / 32, lane_ = thread_ % 32, barrier_;
 };
 
 // use.template operator()<K, own_p, erases>()

@@ -30,14 +30,7 @@ class ScanState {
   public:
     __device__ ScanState(const DeltaCall& call, const ChunkSequences& sequences, const DeltaSequence& s,
                          const ChunkOutputs& out, int hv, int first_column, int warp)
-        : call(call),
-          sequences(sequences),
-          s(s),
-          out(out),
-          hv(hv),
-          first_column(first_column),
-          warp(warp),
-          lane(static_cast<int>(threadIdx.x) % 32) {}
+        : call(call), sequences(sequences), s(s), out(out), hv(hv), first_column(first_column), warp(warp) {}
 
     __device__ void load_state() {
         const View v = s.state >= 0 ? call.initial_state : View();
@@ -96,7 +89,7 @@ class ScanState {
     const DeltaSequence& s;
     const ChunkOutputs& out;
     const int hv, first_column, warp;
-    int lane;
+    int lane = static_cast<int>(threadIdx.x) % 32;
     float state[K / 8][4];
 
   private:

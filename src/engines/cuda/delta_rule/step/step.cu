@@ -188,13 +188,10 @@ class Tokens {
 
   public:
     __device__ Tokens(const DeltaCall& call, const DeltaSequence& s, int hv, int first_column)
-        : memory(*reinterpret_cast<Memory*>(ptx::shared_memory())),
-          call_(call),
+        : call_(call),
           s_(s),
           head_(call, hv),
           hv_(hv),
-          warp_(static_cast<int>(threadIdx.x) / 32),
-          lane_(static_cast<int>(threadIdx.x) % 32),
           state{{}, 16 * warp_ + 8 * (lane_ / 16), first_column + 4 * (lane_ % 16), call.key_size, call.value_size} {}
 
     __device__ Index offset(const View& v, Index t, int head) const { return s_.row(v, t, head); }
@@ -222,7 +219,7 @@ class Tokens {
         return memory.rises != 0 ? static_cast<float>(exact) : sum;
     }
 
-    Memory& memory;
+    Memory& memory = *reinterpret_cast<Memory*>(ptx::shared_memory());
 
   private:
     static constexpr int parts = Memory::K / 32;  // of a row for each lane
@@ -276,7 +273,7 @@ class Tokens {
     const DeltaCall& call_;
     const DeltaSequence& s_;
     const HeadGate head_;
-    const int hv_, warp_, lane_;
+    const int hv_, warp_ = static_cast<int>(threadIdx.x) / 32, lane_ = static_cast<int>(threadIdx.x) % 32;
 
   public:
     LaneTile state;

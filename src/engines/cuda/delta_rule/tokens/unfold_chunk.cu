@@ -34,16 +34,7 @@ class TokenUnfold {
   public:
     __device__ TokenUnfold(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved)
-        : call_(call),
-          sequences_(sequences),
-          grad_(grad),
-          saved_(saved),
-          erases_(call.erase != core::Erase::nothing),
-          before_decay_(call.erase == core::Erase::from_previous_state),
-          thread_(static_cast<int>(threadIdx.x)),
-          warp_(thread_ / 32),
-          lane_(thread_ % 32),
-          m_(*reinterpret_cast<Shared*>(ptx::shared_memory())) {
+        : call_(call), sequences_(sequences), grad_(grad), saved_(saved) {
         double* scratch = saved.scratch + Index(blockIdx.x) * token_scratch;
         for (double** x : {&e_, &dw_, &dq_, &dk_, &dp_, &written_, &erased_}) {
             *x = scratch;
@@ -348,9 +339,10 @@ class TokenUnfold {
     const ChunkSequences& sequences_;
     const GradientViews& grad_;
     const SavedChunks& saved_;
-    const bool erases_, before_decay_;
-    const int thread_, warp_, lane_;
-    Shared& m_;
+    const bool erases_ = call_.erase != core::Erase::nothing,
+               before_decay_ = call_.erase == core::Erase::from_previous_state;
+    const int thread_ = static_cast<int>(threadIdx.x), warp_ = thread_ / 32, lane_ = thread_ % 32;
+    Shared& m_ = *reinterpret_cast<Shared*>(ptx::shared_memory());
     double *e_, *dw_, *dq_, *dk_, *dp_, *written_, *erased_;  // [C, D]
     DeltaSequence s_{};
     Index c_ = 0, slot_ = 0;

@@ -43,17 +43,7 @@ class Walk {
     static constexpr int K = S::K, R = S::R, C = S::C;
 
     __device__ Walk(const DeltaCall& call, const DeltaSequences& sequences)
-        : call(call),
-          sequence(sequences[static_cast<int>(blockIdx.z)]),
-          memory(*reinterpret_cast<WalkMemory<S>*>(ptx::shared_memory())),
-          head(call, static_cast<int>(blockIdx.y)),
-          hv(static_cast<int>(blockIdx.y)),
-          slab(static_cast<int>(blockIdx.x)),
-          warp(static_cast<int>(threadIdx.x) / 32),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          row_group(lane % S::row_groups),
-          own_column(warp * S::warp_columns + lane / S::row_groups * C),
-          column(slab * S::slab + own_column) {}
+        : call(call), sequence(sequences[static_cast<int>(blockIdx.z)]), head(call, static_cast<int>(blockIdx.y)) {}
 
     // --- a lane's part of a state
 
@@ -206,10 +196,13 @@ class Walk {
 
     const DeltaCall& call;
     const DeltaSequence sequence;
-    WalkMemory<S>& memory;
+    WalkMemory<S>& memory = *reinterpret_cast<WalkMemory<S>*>(ptx::shared_memory());
     const HeadGate head;
-    const int hv, slab, warp, lane, row_group;
-    const int own_column, column;  // the lane's first, of the slab and of all
+    const int hv = static_cast<int>(blockIdx.y), slab = static_cast<int>(blockIdx.x),
+              warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+              row_group = lane % S::row_groups;
+    // The lane's first, of the slab and of all.
+    const int own_column = warp * S::warp_columns + lane / S::row_groups * C, column = slab * S::slab + own_column;
 
   private:
     __device__ void load_parts(const View& v, Index at, Index step, float (&out)[S::parts]) const {

@@ -50,18 +50,7 @@ struct UnfoldTiles {
 
     __device__ UnfoldTiles(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                            const SavedChunks& saved)
-        : call(call),
-          grad(grad),
-          saved(saved),
-          sequences(sequences),
-          thread(static_cast<int>(threadIdx.x)),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          block(static_cast<int>(threadIdx.x) / 32 % 4),
-          quarter(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0)),  // known to be the warp's
-          erases(call.erase != core::Erase::nothing),
-          memory(ptx::shared_memory()),
-          base(ptx::shared_address(memory)),
-          small(*reinterpret_cast<UnfoldNumbers*>(memory + Layout::small)) {}
+        : call(call), grad(grad), saved(saved), sequences(sequences) {}
 
     // --- chunks and their tiles
 
@@ -201,12 +190,12 @@ struct UnfoldTiles {
     const ChunkSequences& sequences;
     unsigned step = 0;  // chunks that the block has had
     int turn = 0;
-    int thread, lane, block;
-    const int quarter;
-    const bool erases;
-    char* memory;
-    std::uint32_t base;
-    UnfoldNumbers& small;
+    int thread = static_cast<int>(threadIdx.x), lane = thread % 32, block = thread / 32 % 4;
+    const int quarter = __shfl_sync(0xffffffffu, thread / 128, 0);  // known to be the warp's
+    const bool erases = call.erase != core::Erase::nothing;
+    char* memory = ptx::shared_memory();
+    std::uint32_t base = ptx::shared_address(memory);
+    UnfoldNumbers& small = *reinterpret_cast<UnfoldNumbers*>(memory + Layout::small);
 };
 
 }  // namespace softdelta::cuda

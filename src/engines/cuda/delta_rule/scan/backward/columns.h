@@ -28,12 +28,7 @@ class ColumnScan {
         : m{ptx::shared_address(ptx::shared_memory()), chunks_of(sequences[sequence])},
           call(the_call),
           saved(the_saved),
-          s(sequences[sequence]),
-          hv(static_cast<int>(blockIdx.y)),
-          first_column(static_cast<int>(blockIdx.x) * slab),
-          warp(static_cast<int>(threadIdx.x) / 32),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          first_slot(s.first_slot) {}
+          s(sequences[sequence]) {}
 
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
@@ -205,9 +200,10 @@ class ColumnScan {
     const DeltaCall& call;
     const SavedChunks& saved;
     const DeltaSequence s;
-    const int hv, first_column, warp;
-    int lane;
-    const Index first_slot;  // of the sequence
+    const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab,
+              warp = static_cast<int>(threadIdx.x) / 32;
+    int lane = static_cast<int>(threadIdx.x) % 32;
+    const Index first_slot = s.first_slot;  // of the sequence
     float state[K / 8][4];
 
   private:

@@ -25,15 +25,7 @@ class Folds {
 
     __device__ Folds(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
                      const FoldFlags& flags, const KeptChunks& kept)
-        : call_(call),
-          sequences_(sequences),
-          folded_(folded),
-          kept_(kept),
-          flags_(flags),
-          base_(ptx::shared_address(ptx::shared_memory()) +
-                static_cast<std::uint32_t>(warpgroup_of_thread() * warpgroup_bytes)),
-          thread_(static_cast<int>(threadIdx.x) % warpgroup_threads),
-          barrier_(1 + warpgroup_of_thread()) {}
+        : call_(call), sequences_(sequences), folded_(folded), kept_(kept), flags_(flags) {}
 
     // What falls to this warpgroup of the warpgroups of so many blocks: chunks in the order of time, as the scan wants
     // them.
@@ -149,8 +141,9 @@ class Folds {
     const FoldedChunks& folded_;
     const KeptChunks& kept_;
     const FoldFlags& flags_;
-    const std::uint32_t base_;
-    const int thread_, barrier_;
+    const std::uint32_t base_ =
+        ptx::shared_address(ptx::shared_memory()) + static_cast<std::uint32_t>(warpgroup_of_thread() * warpgroup_bytes);
+    const int thread_ = static_cast<int>(threadIdx.x) % warpgroup_threads, barrier_ = 1 + warpgroup_of_thread();
 };
 
 }  // namespace softdelta::cuda::chunk_scan

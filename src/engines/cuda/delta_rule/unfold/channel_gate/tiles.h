@@ -68,24 +68,7 @@ struct ChannelTiles {
 
     __device__ ChannelTiles(const DeltaCall& call, const ChunkPosition& at, const GradientViews& grad,
                             const SavedChunks& saved)
-        : call(call),
-          grad(grad),
-          saved(saved),
-          s(at.s),
-          c(at.c),
-          hv(static_cast<int>(blockIdx.x)),
-          h(hv),  // gates of channels have as many key as value heads
-          thread(static_cast<int>(threadIdx.x)),
-          warp(static_cast<int>(threadIdx.x) / 32),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          slice(warp % channel_slices),
-          part(warp / channel_slices),
-          rows(at.rows()),
-          slot(s.first_slot + c),
-          memory(ptx::shared_memory()),
-          base(ptx::shared_address(memory)),
-          small(*reinterpret_cast<ChannelNumbers*>(memory + Layout::small)),
-          sums(*reinterpret_cast<ChannelSums*>(memory + Layout::u)) {}
+        : call(call), grad(grad), saved(saved), s(at.s), c(at.c), rows(at.rows()) {}
 
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {
@@ -332,14 +315,15 @@ struct ChannelTiles {
     const SavedChunks& saved;
     const DeltaSequence s;
     const Index c;
-    const int hv, h;
-    int thread, warp, lane, slice, part;
+    const int hv = static_cast<int>(blockIdx.x), h = hv;  // gates of channels have as many key as value heads
+    int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slice = warp % channel_slices,
+        part = warp / channel_slices;
     const int rows;
-    const Index slot;
-    char* memory;
-    std::uint32_t base;
-    ChannelNumbers& small;
-    ChannelSums& sums;
+    const Index slot = s.first_slot + c;
+    char* memory = ptx::shared_memory();
+    std::uint32_t base = ptx::shared_address(memory);
+    ChannelNumbers& small = *reinterpret_cast<ChannelNumbers*>(memory + Layout::small);
+    ChannelSums& sums = *reinterpret_cast<ChannelSums*>(memory + Layout::u);
 };
 
 }  // namespace softdelta::cuda

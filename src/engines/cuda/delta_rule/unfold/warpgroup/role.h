@@ -25,16 +25,7 @@ struct UnfoldWarpgroup {
 
     __device__ UnfoldWarpgroup(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                                const SavedChunks& saved)
-        : call(call),
-          grad(grad),
-          saved(saved),
-          sequences(sequences),
-          thread(static_cast<int>(threadIdx.x) % warpgroup_threads),
-          lane(static_cast<int>(threadIdx.x) % 32),
-          warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0)),  // known to be it
-          erases(call.erase != core::Erase::nothing),
-          m{ptx::shared_address(ptx::shared_memory())},
-          small(*reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small)) {}
+        : call(call), grad(grad), saved(saved), sequences(sequences) {}
 
     // take(place, step) for the block's chunks in order, when their keys are there.
     template <class Take>
@@ -197,11 +188,11 @@ struct UnfoldWarpgroup {
     const GradientViews& grad;
     const SavedChunks& saved;
     const ChunkSequences& sequences;
-    int thread, lane;
-    const int warp;
-    const bool erases;
-    const Memory m;
-    WarpgroupNumbers& small;
+    int thread = static_cast<int>(threadIdx.x) % warpgroup_threads, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // known to be it
+    const bool erases = call.erase != core::Erase::nothing;
+    const Memory m{ptx::shared_address(ptx::shared_memory())};
+    WarpgroupNumbers& small = *reinterpret_cast<WarpgroupNumbers*>(ptx::shared_memory() + Memory::small);
 
     // For the warp's rows, r the last row before them.
     __device__ void make_anchors(int which, const RowFactors& f) const {
