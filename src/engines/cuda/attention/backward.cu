@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(32 * term_warps)
     row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences packed,
                     const __grid_constant__ SavedRows saved, const __grid_constant__ RowTerms out, RowPass pass,
                     const __grid_constant__ Redo far, int* far_heads) {
-    follow_launch_before();
+    ptx::follow_launch_before();
     if (pass == RowPass::again && *far.any == 0) return;
     const TermWarp warp(call, packed, saved, out, pass, far, far_heads);
     const Index step = Index(gridDim.x) * term_warps * term_rows;

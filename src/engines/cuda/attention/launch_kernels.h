@@ -17,7 +17,7 @@ struct RowSums {
 };
 
 // Blocks of rows of a head that kernels of warpgroups leave to the others, because a number in them is not finite:
-// those keep weights of 0 from meeting Inf or NaN. Without flags the others take all.
+// those multiply no Inf or NaN by a weight of 0. Without flags the others take all.
 inline constexpr int warpgroup_rows = tile_rows;
 inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
 struct Redo {
@@ -47,13 +47,6 @@ struct Redo {
     }
     __host__ __device__ bool may_take_none() const { return blocks != nullptr; }
 };
-
-// Of kernels in a row, each of which begins while the one before ends: launch's `early`. All blocks wait, so that the
-// next kernel knows that those before this one have ended, too.
-__device__ inline void follow_launch_before() {
-    ptx::wait_for_launch_before();
-    ptx::let_next_begin();
-}
 
 // Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of
 // rows if it has to. Of these there are so many for each of `heads` heads.
@@ -91,7 +84,7 @@ __device__ void for_each_block(const Redo& redo, const AttentionSequences& seque
         if (at) take(at);
     };
     if constexpr (few) {
-        follow_launch_before();
+        ptx::follow_launch_before();
         if (!redo.takes_any(list ? 0 : sequences.first + static_cast<int>(blockIdx.z), heads,
                             static_cast<int>(blockIdx.y)))
             return;

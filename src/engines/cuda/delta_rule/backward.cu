@@ -46,8 +46,8 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 
 // Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
 // saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
-void make_records(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& some,
-                  const KeptChunks& kept, Index slots, SavedChunks& saved, cudaStream_t stream) {
+void make_records(Level level, const DeltaCall& call, const ChunkSequences& some, const KeptChunks& kept, Index slots,
+                  SavedChunks& saved, cudaStream_t stream) {
     const bool channel = call.gate == core::Gate::channel;
     const Index first = saved.first_slot * saved.heads;
     if (kept.states != nullptr) {
@@ -62,7 +62,7 @@ void make_records(Level level, const DeltaCall& call, core::DType type, const Ch
     FoldedChunks folded;
     folded.data = saved.records;
     folded.heads = saved.heads;
-    launch_fold_channel(level, call, type, some, folded, stream);
+    launch_fold_channel(call, some, folded, stream);
 }
 
 // An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
@@ -94,7 +94,7 @@ void run(const DeltaCall& call, const core::DeltaInputs& in, const GradientViews
          const ChunkSequences& all, SavedChunks saved, const core::Handover& handover, cudaStream_t stream) {
     const Level level = level_of(in.q.device);
     const auto run_some = [&](const ChunkSequences& some, Index slots) {
-        make_records(level, call, in.q.dtype, some, kept, slots, saved, stream);
+        make_records(level, call, some, kept, slots, saved, stream);
         run_sequences(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
     };
     if (all.packed) return run_some(all, saved.slots);

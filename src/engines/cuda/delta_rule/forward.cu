@@ -116,7 +116,6 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
     const Level level = level_of(in.q.device);
-    const core::DType type = in.q.dtype;
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
                                kept_chunks(call, in, execution)};
     const bool keeps = execution.kept != nullptr;
@@ -135,18 +134,18 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     list_chunks(in, taken, plan.sequences, stream);
     if (plan.fused) wait_for(handover.ready, stream);
     for_each_part(plan.sequences, [&](const ChunkSequences& some) {
-        if (plan.fused) return launch_fused_chunks(call, type, some, outputs, stream);
+        if (plan.fused) return launch_fused_chunks(call, some, outputs, stream);
         // A state that is not there yet holds up a scan, but no fold.
         if (plan.folding > 0 && handover.ready == nullptr)
-            return launch_fold_and_scan(call, type, some, plan.folded, plan.flags, outputs, plan.folding, stream);
+            return launch_fold_and_scan(call, some, plan.folded, plan.flags, outputs, plan.folding, stream);
         if (!some.packed || some.first == 0) {  // what is listed, all at once
             if (call.gate == core::Gate::channel)
-                launch_fold_channel(level, call, type, some, plan.folded, stream);
+                launch_fold_channel(call, some, plan.folded, stream);
             else
-                launch_fold_shared(level, call, type, some, plan.folded, outputs.kept, stream);
+                launch_fold_shared(level, call, some, plan.folded, outputs.kept, stream);
         }
         wait_for(handover.ready, stream);
-        launch_chunk_scan(level, call, type, some, plan.folded, outputs, handover.ready == nullptr, stream);
+        launch_chunk_scan(level, call, some, plan.folded, outputs, handover.ready == nullptr, stream);
     });
     record(handover.done, stream);
 }

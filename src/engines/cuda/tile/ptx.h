@@ -336,6 +336,12 @@ __device__ inline void wait_for_launch_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Of kernels in a row, each of which begins while the one before ends: launch's `early`. All blocks wait, so that the
+// next kernel knows that those before this one have ended, too.
+__device__ inline void follow_launch_before() {
+    wait_for_launch_before();
+    let_next_begin();
+}
 // Flags in global memory, between blocks: what this thread wrote, and others before a barrier, is there for who sees
 // it.
 __device__ inline void raise_flag(int* flag) {

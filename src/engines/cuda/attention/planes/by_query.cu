@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     bias_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
                          const __grid_constant__ Gradients grad) {
-    follow_launch_before();
+    ptx::follow_launch_before();
     ByQuery<planes, columns>(call, sequences, rows, grad).take_bias();
 }
 

@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     if constexpr (ptx::has_warpgroups) {
         using Block = KeyBlock<T, columns, between, made, keeps, far>;
         using Tiles = typename Block::Tiles;
-        follow_launch_before();
+        ptx::follow_launch_before();
         const int key_head = grad.first_head / call.group + static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_keys, false);
         if (!at) return grad.redo_keys.clear(at, call.heads / call.group, key_head);

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                            const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = QueryTiles<T, columns, between>;
-        follow_launch_before();
+        ptx::follow_launch_before();
         const int head = static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
         if (!at) return grad.redo_queries.clear(at, call.heads, head);

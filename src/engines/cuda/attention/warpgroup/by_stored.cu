@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                             const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = StoredTiles<T, columns>;
-        follow_launch_before();
+        ptx::follow_launch_before();
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
         const StoredBlock<T, columns> block{m,
                                             call,

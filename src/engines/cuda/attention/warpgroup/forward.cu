@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                              const __grid_constant__ OperandBoxes boxes, const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = ForwardTiles<T, columns, between>;
-        follow_launch_before();
+        ptx::follow_launch_before();
         if (out.far_lse && *out.redo.any == 0) return;
         const int head = static_cast<int>(blockIdx.x);
         const RowTile at = sequences.tile_of_block(sequences.of_queries, true);

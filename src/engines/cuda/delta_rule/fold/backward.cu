@@ -195,8 +195,7 @@ template <class T, int K, bool own_p, bool warpgroups>
 __global__ void __launch_bounds__(threads, own_p ? 4 : 6)
     backward_fold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
                          const __grid_constant__ SavedChunks saved) {
-    if constexpr (warpgroups) ptx::wait_for_launch_before();
-    if constexpr (warpgroups) ptx::let_next_begin();
+    if constexpr (warpgroups) ptx::follow_launch_before();
     BackwardFold<T, K, own_p, warpgroups>(call, chunk_of_block(sequences), saved).run();
 }
 

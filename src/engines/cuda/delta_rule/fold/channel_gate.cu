@@ -333,9 +333,10 @@ void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_fold_channel(Level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                         const FoldedChunks& folded, cudaStream_t stream) {
-    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, stream);
+void launch_fold_channel(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
+                         cudaStream_t stream) {
+    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded,
+                                                                                         stream);
 }
 
 }  // namespace softdelta::cuda

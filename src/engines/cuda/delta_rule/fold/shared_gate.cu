@@ -122,10 +122,10 @@ void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_fold_shared(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                        const FoldedChunks& folded, const KeptChunks& kept, cudaStream_t stream) {
+void launch_fold_shared(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
+                        const KeptChunks& kept, cudaStream_t stream) {
     const bool warpgroups = level == Level::sm_90a;
-    const auto run = type == core::DType::bf16
+    const auto run = call.q.dtype == core::DType::bf16
                          ? (warpgroups ? launch_for<__nv_bfloat16, true> : launch_for<__nv_bfloat16, false>)
                          : (warpgroups ? launch_for<__half, true> : launch_for<__half, false>);
     run(call, sequences, folded, kept, stream);

@@ -141,9 +141,9 @@ void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const Ch
 
 }  // namespace
 
-void launch_fused_chunks(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                         const ChunkOutputs& out, cudaStream_t stream) {
-    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, out, stream);
+void launch_fused_chunks(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out,
+                         cudaStream_t stream) {
+    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, out, stream);
 }
 
 }  // namespace softdelta::cuda

@@ -154,10 +154,11 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
     return bytes;
 }
 
-void launch_chunk_scan(Level level, const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                       const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
-    if (level == Level::sm_90a) return launch_warpgroup_scan(call, type, sequences, folded, out, early, stream);
-    (type == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out, stream);
+void launch_chunk_scan(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
+                       const ChunkOutputs& out, bool early, cudaStream_t stream) {
+    if (level == Level::sm_90a) return launch_warpgroup_scan(call, sequences, folded, out, early, stream);
+    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out,
+                                                                                         stream);
 }
 
 }  // namespace softdelta::cuda

@@ -34,7 +34,12 @@ struct TokenReader {
     __device__ Index at(const View& v, int of) const {
         return s.batch * v.stride[0] + token * v.stride[1] + of * v.stride[2];
     }
-    __device__ int channel(int n, int e) const { return 8 * n + 2 * (lane % 4) + e; }
+    // use(channel, n, e) for the lane's channels: elements e and 2 + e of accumulator n.
+    template <class Use>
+    __device__ void each_channel(const Use& use) const {
+        for (int n = 0; n < K / 8; ++n)
+            for (int e = 0; e < 2; ++e) use(8 * n + 2 * (lane % 4) + e, n, e);
+    }
     __device__ double element(const View& v, Index row, int m) const {
         return m < call.key_size ? static_cast<double>(load(v, row + m * v.stride[3])) : 0.0;
     }
@@ -58,8 +63,7 @@ struct TokenReader {
     __device__ double norm(const View& v, Index row) const {
         if (!call.l2norm) return 1.0;
         double sum = 0;
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) sum += element(v, row, channel(n, e)) * element(v, row, channel(n, e));
+        each_channel([&](int m, int, int) { sum += element(v, row, m) * element(v, row, m); });
         return 1 / sqrt(sum_of_lanes<4>(sum) + 1e-6);
     }
 };
@@ -73,24 +77,21 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
     const bool inside[2] = {column < call.value_size, column + 8 < call.value_size};
     const auto product = [&](const View& v, Index row, double(&out)[2]) {
         out[0] = out[1] = 0;
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) {
-                const double x = t.element(v, row, t.channel(n, e));
-                out[0] = fma(x, state[n][e], out[0]);
-                out[1] = fma(x, state[n][2 + e], out[1]);
-            }
+        t.each_channel([&](int m, int n, int e) {
+            const double x = t.element(v, row, m);
+            out[0] = fma(x, state[n][e], out[0]);
+            out[1] = fma(x, state[n][2 + e], out[1]);
+        });
         out[0] = sum_of_lanes<4>(out[0]);
         out[1] = sum_of_lanes<4>(out[1]);
     };
     const auto decay = [&] {
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) {
-                const int m = t.channel(n, e);
-                if (m >= call.key_size) continue;
-                const double factor = t.decay(m);
-                state[n][e] *= factor;
-                state[n][2 + e] *= factor;
-            }
+        t.each_channel([&](int m, int n, int e) {
+            if (m >= call.key_size) return;
+            const double factor = t.decay(m);
+            state[n][e] *= factor;
+            state[n][2 + e] *= factor;
+        });
     };
     for (int i = 0; i < tokens; ++i) {
         t.go_to(s.begin + first + i);
@@ -103,12 +104,11 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
             const double v = inside[e] ? t.value(call.v, column + 8 * e) : 0.0;
             written[e] = t.erases ? beta * (v - t.p_norm * erased[e]) : v;
         }
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) {
-                const double k = t.k_norm * t.element(call.k, t.k_row, t.channel(n, e));
-                state[n][e] = fma(k, written[0], state[n][e]);
-                state[n][2 + e] = fma(k, written[1], state[n][2 + e]);
-            }
+        t.each_channel([&](int m, int n, int e) {
+            const double k = t.k_norm * t.element(call.k, t.k_row, m);
+            state[n][e] = fma(k, written[0], state[n][e]);
+            state[n][2 + e] = fma(k, written[1], state[n][2 + e]);
+        });
         if (!*o) continue;
         product(call.q, t.q_row, read);
         for (int e = 0; e < 2; ++e)

@@ -19,30 +19,26 @@ __device__ __attribute__((noinline)) void take_tokens_back(const DeltaCall* poin
         for (int e = 0; e < 2; ++e)
             read[e] =
                 inside[e] && *d_o ? static_cast<double>(call.scale) * t.q_norm * t.value(*d_o, column + 8 * e) : 0.0;
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) {
-                const int m = t.channel(n, e);
-                const double q = t.element(call.q, t.q_row, m), k = t.element(call.k, t.k_row, m);
-                for (int j = 0; j < 2; ++j) {
-                    state[n][2 * j + e] = fma(q, read[j], state[n][2 * j + e]);
-                    dwritten[j] = fma(k, state[n][2 * j + e], dwritten[j]);
-                }
+        t.each_channel([&](int m, int n, int e) {
+            const double q = t.element(call.q, t.q_row, m), k = t.element(call.k, t.k_row, m);
+            for (int j = 0; j < 2; ++j) {
+                state[n][2 * j + e] = fma(q, read[j], state[n][2 * j + e]);
+                dwritten[j] = fma(k, state[n][2 * j + e], dwritten[j]);
             }
+        });
         const double beta = t.beta();
         for (double& x : dwritten) x = sum_of_lanes<4>(x) * t.k_norm * beta * t.p_norm;
-        for (int n = 0; n < K / 8; ++n)
-            for (int e = 0; e < 2; ++e) {
-                const int m = t.channel(n, e);
-                if (m >= call.key_size) continue;
-                const double factor = t.decay(m), p_m = t.element(t.p, t.p_row, m);
-                for (int j = 0; j < 2; ++j) {
-                    double& x = state[n][2 * j + e];
-                    if (!t.erases)
-                        x *= factor;
-                    else
-                        x = t.before_decay ? fma(-p_m, dwritten[j], factor * x) : factor * fma(-p_m, dwritten[j], x);
-                }
+        t.each_channel([&](int m, int n, int e) {
+            if (m >= call.key_size) return;
+            const double factor = t.decay(m), p_m = t.element(t.p, t.p_row, m);
+            for (int j = 0; j < 2; ++j) {
+                double& x = state[n][2 * j + e];
+                if (!t.erases)
+                    x *= factor;
+                else
+                    x = t.before_decay ? fma(-p_m, dwritten[j], factor * x) : factor * fma(-p_m, dwritten[j], x);
             }
+        });
     }
 }
 

@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(unfold_threads, 1)
     const KeyGradients<Tiles> keys{my};
     const GateGradients<Tiles> gates{my};
     // What was copied or written is there for all threads, and for products of warpgroups.
-    const auto meet = [&] {
+    const auto wait_for_all = [&] {
         my.forget();
         if constexpr (warpgroups) ptx::publish_to_products();
         __syncthreads();
@@ -231,23 +231,23 @@ __global__ void __launch_bounds__(unfold_threads, 1)
                 my.erases && r < my.rows() ? call.value_size : 0, my.thread % 8);
             if (i == 0 && my.thread == last_thread) my.next() = my.find(my.here().number + gridDim.x);
             ptx::wait_for_copies_but<2>();
-            meet();
+            wait_for_all();
             if (i == 0 && call.l2norm) factors.normalise();
             factors.make();
             if (my.erases) {
                 const float of_values = v.dot_row(my.d_r(), r);
                 if (my.thread % 8 == 0) my.small.of_values[r] = of_values;
             }
-            meet();
+            wait_for_all();
 
             const int which = my.quarter % 2;
             if (which == 0 || my.erases) pairs.make(which, my.quarter / 2);
             ptx::wait_for_copies_but<1>();
-            meet();
+            wait_for_all();
             keys.add_reads(dq, dp);
             pairs.add_later_blocks();
             ptx::wait_for_copies();
-            meet();
+            wait_for_all();
             copy.first_of_next(i);
             gates.multiply_states();
             keys.add_writes(dk);

@@ -1,5 +1,5 @@
-// rowsum(dR∘v) of a chunk, the part of dβ in β∘v. Some neighbouring threads share a row; each of them has every
-// so-manieth unit of v, which it keeps from before dR is there.
+// rowsum(dR∘v) of a chunk, the part of dβ in β∘v. Some neighbouring threads share a row. Each has some units of v,
+// which it loads before dR is there.
 #pragma once
 
 #include "engines/cuda/delta_rule/saved.h"

@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
                 const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
                 const __grid_constant__ GradientViews grad) {
     if constexpr (!warpgroups || ptx::has_warpgroups) {
-        if constexpr (warpgroups) ptx::wait_for_launch_before();
-        if constexpr (warpgroups) ptx::let_next_begin();
+        if constexpr (warpgroups) ptx::follow_launch_before();
         const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
         if (n < count)
             ScanFromEnd<T, K, warps, kind, warpgroups>{{call, sequences, n, saved}, grad}.run();

@@ -68,11 +68,10 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
     return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
 }
 
-void launch_fold_and_scan(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                          const FoldedChunks& folded, const FoldFlags& flags, const ChunkOutputs& out, int folding,
-                          cudaStream_t stream) {
+void launch_fold_and_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
+                          const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
     const bool narrow = call.key_size <= 64;
-    const auto run = type == core::DType::bf16
+    const auto run = call.q.dtype == core::DType::bf16
                          ? (narrow ? launch_with<__nv_bfloat16, 64> : launch_with<__nv_bfloat16, 128>)
                          : (narrow ? launch_with<__half, 64> : launch_with<__half, 128>);
     check(cudaMemsetAsync(flags.data, 0, static_cast<std::size_t>(flags.count) * sizeof(int), stream),

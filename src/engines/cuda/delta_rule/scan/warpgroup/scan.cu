@@ -46,13 +46,13 @@ void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const Fo
 
 }  // namespace
 
-void launch_warpgroup_scan(const DeltaCall& call, core::DType type, const ChunkSequences& sequences,
-                           const FoldedChunks& folded, const ChunkOutputs& out, bool early, cudaStream_t stream) {
+void launch_warpgroup_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
+                           const ChunkOutputs& out, bool early, cudaStream_t stream) {
     // Both halves of a head in one block, where such blocks fill the card. With three tiles of keys there are two
     // stages then, too few where a chunk is kept until what it leaves is stored.
     const bool keeps = out.kept.states != nullptr, wide = has_many_heads(call, sequences.count) &&
                                                           (call.value_size > slab || keeps) && !(keeps && call.own_p);
-    const bool bf16 = type == core::DType::bf16;
+    const bool bf16 = call.q.dtype == core::DType::bf16;
     const auto run = wide ? (bf16 ? launch_for<__nv_bfloat16, 2> : launch_for<__half, 2>)
                           : (bf16 ? launch_for<__nv_bfloat16, 1> : launch_for<__half, 1>);
     run(call, sequences, folded, out, early, stream);

@@ -143,8 +143,8 @@ struct ChannelTiles {
     __device__ Spread spread(float x) const {
         const float next = __shfl_xor_sync(0xffffffffu, x, 1), pair = x + next,
                     others = __shfl_xor_sync(0xffffffffu, pair, 2);
-        const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
-        return {(odd ? next : 0.0F) + (high ? others : 0.0F), (odd ? 0.0F : next) + (high ? 0.0F : others),
+        const bool second = (lane & 1) != 0, high = (lane & 2) != 0;
+        return {(second ? next : 0.0F) + (high ? others : 0.0F), (second ? 0.0F : next) + (high ? 0.0F : others),
                 pair + others};
     }
     __device__ void keep(float* of_channels, float x, int half) const {

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
     const ChannelOperands<T> operands{my};
     const ChannelProducts<T> products{my};
     const ChannelResults<T> results{my};
-    const auto meet = [&] {
+    const auto wait_for_all = [&] {
         my.forget();
         __syncthreads();
     };
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
     }
     my.load_parameters();
     ptx::wait_for_copies_but<3>();
-    meet();
+    wait_for_all();
     BlockTokens L[2];
     unrolled<2>([&](int i) {
         my.forget();
@@ -164,11 +164,11 @@ __global__ void __launch_bounds__(channel_threads, 1)
         static_cast<const T*>(call.v.data) + my.row_of(call.v, has_values ? r : 0, my.hv),
         has_values && r < my.small.rows ? call.value_size : 0, my.thread % threads_of_row);
     ptx::wait_for_copies_but<2>();
-    meet();
+    wait_for_all();
     operands.norms();
     ptx::wait_for_copies_but<1>();
     ptx::publish_to_products();
-    meet();
+    wait_for_all();
     unrolled<2>([&](int i) {
         my.forget();
         operands.of_block(my.block_of(i), L[i]);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
         if (my.thread % threads_of_row == 0) my.small.of_values[r] = of_values;
     }
     ptx::wait_for_copies();
-    meet();
+    wait_for_all();
 
     BlockTokens l, x, E, y;
     {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
             products.add_other_blocks(my.block_of(i), of_x[i], of_E[i], of_y[i]);
             __syncwarp();
         });
-        meet();  // U, dO, dR, operands and the states were read
+        wait_for_all();  // U, dO, dR, operands and the states were read
         if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
         // Of the second block aside, for registers are scarce.
         my.put_aside(0, L[1]);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
                         my.take_aside(2, E);
                         my.exchange_aside(3, y);
                     });
-    meet();
+    wait_for_all();
     results.sum_rows();
     if (saved.shares && my.thread >= 256) results.store_share((my.thread - 256) / D, my.thread % D);
     __syncwarp();

@@ -1,6 +1,6 @@
 // The warpgroup that copies: tiles of the next value heads, as soon as their places are free. One thread asks the copy
-// engine for them; what it does not take (the last rows of a sequence, rows of odd strides) all threads copy. The other
-// warps find the next chunk, and make rowsum(S∘dS').
+// engine for them; what it does not take (the last rows of a sequence, strides that TMA does not take) all threads
+// copy. The other warps find the next chunk, and make rowsum(S∘dS').
 #pragma once
 
 #include "engines/cuda/delta_rule/rows.h"

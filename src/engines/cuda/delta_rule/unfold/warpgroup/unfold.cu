@@ -83,7 +83,8 @@ struct Reader {
 };
 
 // rowsum(dR∘v), the part of dβ in β∘v, of a warp's 16 rows: v is read before dR is there. Four lanes share a row; those
-// of odd rows take the halves of 128 bytes the other way round, so that a load has eight units in different banks.
+// of every second row take the halves of 128 bytes the other way round, so that a load has eight units in different
+// banks.
 template <class T>
 class WarpValues {
   public:

@@ -309,6 +309,7 @@ inline void wait(std::uint32_t counter, int parity) {
 // Blocks run one after the other, and so do launches: none can wait for one that comes later.
 inline void let_next_begin() {}
 inline void wait_for_launch_before() {}
+inline void follow_launch_before() {}
 SOFTDELTA_UNSEEN inline void raise_flag(int* flag) {
     *flag = 1;
 }
