@@ -32,10 +32,10 @@ class ColumnScan {
 
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
-    // Of the copying warps copy(c), which copies(thread) returns, and store(c, thread) of what was made; of the others
+    // Of the copying warps copies of chunks with rows of `values`, and store(c, thread) of what was made; of the others
     // take(c), a chunk later, and end().
-    template <class Copies, class Store, class Take, class End>
-    __device__ void run(const View& first_state, const Copies& copies, const Store& store, const Take& take,
+    template <class Store, class Take, class End>
+    __device__ void run(const View& first_state, const View& values, const Store& store, const Take& take,
                         const End& end) {
         if constexpr (warpgroups) {
             if (threadIdx.x == 0) {
@@ -45,7 +45,7 @@ class ColumnScan {
             __syncthreads();
         }
         if (warp >= warps)
-            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, copies, store);
+            run_copies(static_cast<int>(threadIdx.x) - 32 * warps, values, store);
         else
             run_products(first_state, take, end);
     }
@@ -211,12 +211,46 @@ class ColumnScan {
         return static_cast<int>((s.count + C - 1) / C);
     }
 
+    // copy(c) of a thread: from the end q, then k, p of its own or the record's; rows of values; squares and factors.
+    __device__ auto copies(const View& of_values, int thread) const {
+        constexpr int k_tile = reverse ? 1 : 0;
+        const ChunkRows<T, slab> values(of_values, s, hv, first_column, of_values ? call.value_size : 0, thread);
+        if constexpr (channel) {
+            return [this, thread, values](int c) {
+                using Record = FoldedChunk<128, true>;
+                const char* record = saved.channel_record(first_slot + c, hv);
+                const auto keys = [&](int tile, int from) {
+                    Memory::template copy_record<Memory::key_bytes>(m.keys(c, tile).base, record + from, thread);
+                };
+                if constexpr (reverse) keys(0, Record::read);
+                keys(k_tile, Record::write);
+                keys(k_tile + 1, Record::erase);
+                Memory::template copy_record<squares * Record::square_bytes>(
+                    m.square(c, 0).base, record + (2 - squares) * Record::square_bytes, thread);
+                values.copy(m.values(c), c, rows(c), thread);
+                m.copy_channel_factors(c, record, thread);
+            };
+        } else {
+            const auto of = [&](const View& v) {
+                return ChunkRows<T, K>(v, s, call.key_head(hv), 0, call.key_size, thread);
+            };
+            return [this, thread, values, q = of(call.q), k = of(call.k),
+                    p = of(kind == KeyKind::own_p ? call.p : call.k)](int c) {
+                if constexpr (reverse) q.copy(m.keys(c, 0), c, rows(c), thread);
+                k.copy(m.keys(c, k_tile), c, rows(c), thread);
+                if constexpr (kind == KeyKind::own_p) p.copy(m.keys(c, k_tile + 1), c, rows(c), thread);
+                values.copy(m.values(c), c, rows(c), thread);
+                m.copy_squares(c, saved.record(first_slot + c, hv), call.erase != core::Erase::nothing, thread);
+            };
+        }
+    }
+
     // A chunk's stage is free when its rows are made. They are stored after the copies into that stage, so that no two
     // warps wait for each other.
-    template <class Copies, class Store>
-    __device__ void run_copies(int thread, const Copies& copies, const Store& store) const {
+    template <class Store>
+    __device__ void run_copies(int thread, const View& values, const Store& store) const {
         if constexpr (warps == 8) ptx::release_registers<40>();
-        const auto copy = copies(thread);
+        const auto copy = copies(values, thread);
         if constexpr (warpgroups) {
             constexpr int later = reverse ? -Memory::stages : Memory::stages;
             const auto store_made = [&](int c) {

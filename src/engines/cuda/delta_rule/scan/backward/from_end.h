@@ -20,7 +20,7 @@ struct ScanFromEnd {
 
     __device__ void run() {
         my.run(
-            grad.dfinal_state, [&](int thread) { return copies(thread); },
+            grad.dfinal_state, grad.d_o,
             [&](int c, int thread) {
                 my.save_made(0, thread, my.saved.dr(my.first_slot + c, my.hv));
                 if (grad.dv) my.write_made(c, 1, thread, grad.dv);
@@ -36,37 +36,6 @@ struct ScanFromEnd {
                 unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = my.state[n][i]; });
                 my.store_state(grad.dinitial_state, state);
             });
-    }
-
-    __device__ auto copies(int thread) const {
-        const ChunkRows<T, Columns::slab> d_o(grad.d_o, my.s, my.hv, my.first_column, grad.d_o ? my.call.value_size : 0,
-                                              thread);
-        if constexpr (channel) {
-            return [this, thread, d_o](int c) {
-                using Record = FoldedChunk<128, true>;
-                const char* record = my.saved.channel_record(my.first_slot + c, my.hv);
-                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 0).base, record + Record::read, thread);
-                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 1).base, record + Record::write, thread);
-                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 2).base, record + Record::erase, thread);
-                Memory::template copy_record<2 * Record::square_bytes>(my.m.square(c, 0).base, record, thread);
-                d_o.copy(my.m.values(c), c, my.rows(c), thread);
-                my.m.copy_channel_factors(c, record, thread);
-            };
-        } else {
-            const int h = my.call.key_head(my.hv);
-            const ChunkRows<T, K> q(my.call.q, my.s, h, 0, my.call.key_size, thread),
-                k(my.call.k, my.s, h, 0, my.call.key_size, thread),
-                p(kind == KeyKind::own_p ? my.call.p : my.call.k, my.s, h, 0, my.call.key_size, thread);
-            return [this, thread, d_o, q, k, p](int c) {
-                const int rows = my.rows(c);
-                q.copy(my.m.keys(c, 0), c, rows, thread);
-                k.copy(my.m.keys(c, 1), c, rows, thread);
-                if constexpr (kind == KeyKind::own_p) p.copy(my.m.keys(c, 2), c, rows, thread);
-                d_o.copy(my.m.values(c), c, rows, thread);
-                my.m.copy_squares(c, my.saved.record(my.first_slot + c, my.hv), my.call.erase != core::Erase::nothing,
-                                  thread);
-            };
-        }
     }
 
     __device__ void take(int c) {

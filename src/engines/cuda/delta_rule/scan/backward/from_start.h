@@ -17,7 +17,7 @@ struct ScanFromStart {
 
     __device__ void run() {
         my.run(
-            my.call.initial_state, [&](int thread) { return copies(thread); },
+            my.call.initial_state, my.call.v,
             [&](int c, int thread) { my.save_made(0, thread, my.saved.u(my.first_slot + c, my.hv)); },
             [&](int c) {
                 if constexpr (warpgroups)
@@ -26,34 +26,6 @@ struct ScanFromStart {
                     take(c);
             },
             [] {});
-    }
-
-    __device__ auto copies(int thread) const {
-        const ChunkRows<T, Columns::slab> v(my.call.v, my.s, my.hv, my.first_column, my.call.value_size, thread);
-        if constexpr (channel) {
-            return [this, thread, v](int c) {
-                using Record = FoldedChunk<128, true>;
-                const char* record = my.saved.channel_record(my.first_slot + c, my.hv);
-                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 0).base, record + Record::write, thread);
-                Memory::template copy_record<Memory::key_bytes>(my.m.keys(c, 1).base, record + Record::erase, thread);
-                Memory::template copy_record<Record::square_bytes>(my.m.square(c, 0).base, record + Record::solve,
-                                                                   thread);
-                v.copy(my.m.values(c), c, my.rows(c), thread);
-                my.m.copy_channel_factors(c, record, thread);
-            };
-        } else {
-            const int h = my.call.key_head(my.hv);
-            const ChunkRows<T, K> k(my.call.k, my.s, h, 0, my.call.key_size, thread),
-                p(kind == KeyKind::own_p ? my.call.p : my.call.k, my.s, h, 0, my.call.key_size, thread);
-            return [this, thread, v, k, p](int c) {
-                const int rows = my.rows(c);
-                k.copy(my.m.keys(c, 0), c, rows, thread);
-                if constexpr (kind == KeyKind::own_p) p.copy(my.m.keys(c, 1), c, rows, thread);
-                v.copy(my.m.values(c), c, rows, thread);
-                my.m.copy_squares(c, my.saved.record(my.first_slot + c, my.hv), my.call.erase != core::Erase::nothing,
-                                  thread);
-            };
-        }
     }
 
     __device__ void take(int c) {
