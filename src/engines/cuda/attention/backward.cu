@@ -301,6 +301,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
+    wanted.rows = memory.rows;
     const bool warpgroups =
         takes_warpgroups(call, in.q.device, warpgroup_backward_channels) && call.keys <= most_warpgroup_rows &&
         (call.softcap == 0 || !(call.bias || call.alibi_slopes)) && call.softcap <= most_warpgroup_cap &&
@@ -375,7 +376,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         part.heads = std::min(static_cast<int>(of.key_heads) * call.group, call.heads - head);
         part.ds = scores_in(memory, of.row, call, s, head, part.heads);
         part.ds.is_dbias = all_scores;
-        launch_warpgroup_by_key(call, s, memory.rows, part, stream);
+        launch_warpgroup_by_key(call, s, part, stream);
         if (from_stored) launch_warpgroup_by_stored(call, s, part, stream);
         return part.ds;
     };
@@ -384,13 +385,13 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     };
     const auto on_warpgroups = [&](const AttentionSequences& s) {
         if (plan.elements > 0) return each_part(plan, [&](int head) { take_part(s, plan, head, false); });
-        if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, memory.rows, by_key, stream);
+        if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, by_key, stream);
         if (!wanted.dq) return;
         if (by_key.ds && call.q.dtype == DType::bf16 &&
             !s.of_queries)  // of f16, dbias may have lost the last bits of ds
             launch_warpgroup_by_stored(call, s, by_key, stream);
         else
-            launch_warpgroup_by_query(call, s, memory.rows, wanted, stream);
+            launch_warpgroup_by_query(call, s, wanted, stream);
     };
     // dbias as a sum: the first and the last turn of each sum are those that its heads and sequences have.
     const auto add_bias = [&](const AttentionSequences& s, int head) {
@@ -410,20 +411,19 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         else
             each_sequences([&](const AttentionSequences& s) { each_part(bias, [&](int head) { add_bias(s, head); }); });
         if (wanted.dq && !from_stored)
-            for_each(
-                [&](const AttentionSequences& s) { launch_warpgroup_by_query(call, s, memory.rows, wanted, stream); });
+            for_each([&](const AttentionSequences& s) { launch_warpgroup_by_query(call, s, wanted, stream); });
     } else if (warpgroups) {
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
     if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
     for_each([&](const AttentionSequences& s) {
-        if (wanted.dq) launch_gradients_by_query(call, s, planes, memory.rows, wanted, stream);
-        if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, memory.rows, wanted, stream);
+        if (wanted.dq) launch_gradients_by_query(call, s, planes, wanted, stream);
+        if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
             if (!bias_by_key && !bias) of_bias.redo_keys = {};
-            launch_bias_gradient(call, s, planes, memory.rows, of_bias, stream);
+            launch_bias_gradient(call, s, planes, of_bias, stream);
         }
     });
     if (grad.dsink)

@@ -208,6 +208,7 @@ struct StoredScores {
 
 struct Gradients {
     View d_o, dq, dk, dv, dbias;
+    RowTerms rows{};
     Index bias_batches = 0, bias_heads = 0, bias_queries = 0, bias_keys = 0;  // the shape of dbias
     StoredScores ds{};                                                        // that the kernel of keys stores
     int first_head = 0, heads = 0;  // query heads that a launch of warpgroups takes, those of whole key heads
@@ -224,10 +225,10 @@ void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequence
 
 // On warpgroups: dk and dv, dbias where queries alone share it or nothing does, and ds; dq from that ds, or computed
 // anew.
-void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                             const Gradients& grad, cudaStream_t stream);
-void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                               const Gradients& grad, cudaStream_t stream);
+void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                             cudaStream_t stream);
+void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                               cudaStream_t stream);
 void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                                 cudaStream_t stream);
 // Sequences and key heads whose ds the kernel of keys keeps in the workspace at a time; none: dq is made without it. Of
@@ -254,11 +255,11 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
 
 // dq, a block for 64 queries of a head; dbias, a block for a tile of it, through all that shares it.
 void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                               const RowTerms& rows, const Gradients& grad, cudaStream_t stream);
+                               const Gradients& grad, cudaStream_t stream);
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                          const RowTerms& rows, const Gradients& grad, cudaStream_t stream);
+                          const Gradients& grad, cudaStream_t stream);
 // dk and dv, a block for 64 keys of a key head, through the query heads that share it.
 void launch_gradients_by_key(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                             const RowTerms& rows, const Gradients& grad, cudaStream_t stream);
+                             const Gradients& grad, cudaStream_t stream);
 
 }  // namespace softdelta::cuda

@@ -28,10 +28,6 @@ __device__ inline float fast_sigmoid(float x) {
     const float e = fast_exp(-fabsf(x));
     return __fdividef(x >= 0 ? 1.0F : e, 1 + e);
 }
-__device__ inline float fast_sigmoid_slope(float x) {  // σ(x) σ(−x)
-    const float e = fast_exp(-fabsf(x)), part = __fdividef(1, 1 + e);
-    return e * part * part;
-}
 __device__ inline float fast_softplus(float x) {
     const float e = fast_exp(-fabsf(x));
     return fmaxf(x, 0.0F) + (e < 0.01F ? e * (1 - e * (0.5F - e * (1.0F / 3))) : __logf(1 + e));

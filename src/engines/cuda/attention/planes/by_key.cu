@@ -14,9 +14,9 @@ class ByKey {
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
-    __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                     const Gradients& grad, const RowTile& at)
-        : call_(call), rows_(rows), grad_(grad), s_(sequences[at.i]), at_(at), packed_(sequences.of_keys) {}
+    __device__ ByKey(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                     const RowTile& at)
+        : call_(call), grad_(grad), s_(sequences[at.i]), at_(at), packed_(sequences.of_keys) {}
 
     __device__ void run() {
         if (!grad_.redo_keys.takes(at_, call_.heads / call_.group, key_head_)) return;
@@ -36,7 +36,7 @@ class ByKey {
     __device__ void take_head(const AttentionSequence& s, int head, const Rows& k, const Rows& v) {
         const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
-        ScoreTile<planes, columns, true> tile(call_, rows_, s, head, tiles_.bias, q, k, v, d_o);
+        ScoreTile<planes, columns, true> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
         const int warp = thread_ / 32, lane = thread_ % 32;
         for (Index at = 0; at < s.q_count; at += N) {
             const Index last = min(at + N, s.q_count) - 1;
@@ -77,7 +77,6 @@ class ByKey {
     }
 
     const AttentionCall& call_;
-    const RowTerms& rows_;
     const Gradients& grad_;
     AttentionSequence s_;
     RowTile at_;
@@ -93,17 +92,16 @@ class ByKey {
 template <int planes, int columns, bool with_dk, bool with_dv, bool few>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     key_gradient_kernel(const __grid_constant__ AttentionCall call,
-                        const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                        const __grid_constant__ Gradients grad) {
+                        const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     constexpr int step = GradientTiles<planes, columns>::block_rows;
     for_each_block<few>(
         grad.redo_keys, sequences, sequences.of_keys, call.heads / call.group, call.keys, step,
-        [&](const RowTile& at) { ByKey<planes, columns, with_dk, with_dv>(call, sequences, rows, grad, at).run(); });
+        [&](const RowTile& at) { ByKey<planes, columns, with_dk, with_dv>(call, sequences, grad, at).run(); });
 }
 
 template <int planes, int columns, bool with_dk, bool with_dv>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                const Gradients& grad, cudaStream_t stream) {
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                cudaStream_t stream) {
     using T = GradientTiles<planes, columns>;
     const TileList& list = sequences.of_keys;
     const Index blocks = row_blocks(list, call.keys, T::block_rows), heads = call.heads / call.group;
@@ -111,20 +109,20 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
         launch(key_gradient_kernel<planes, columns, with_dk, with_dv, few>,
                {row_block_grid<few>(blocks, heads, list, sequences), T::threads, T::shared_bytes,
                 few && grad.redo_keys.early},
-               stream, "attention's gradients of k and v", call, sequences, rows, grad);
+               stream, "attention's gradients of k and v", call, sequences, grad);
     });
 }
 
 }  // namespace
 
 void launch_gradients_by_key(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                             const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+                             const Gradients& grad, cudaStream_t stream) {
     with_kernel(call, planes, [&]<int p, int columns>() {
         if constexpr (columns <= 128) {
-            launch_for<p, columns, true, true>(call, sequences, rows, grad, stream);
+            launch_for<p, columns, true, true>(call, sequences, grad, stream);
         } else {  // both sums do not fit into registers
-            if (grad.dk) launch_for<p, columns, true, false>(call, sequences, rows, grad, stream);
-            if (grad.dv) launch_for<p, columns, false, true>(call, sequences, rows, grad, stream);
+            if (grad.dk) launch_for<p, columns, true, false>(call, sequences, grad, stream);
+            if (grad.dv) launch_for<p, columns, false, true>(call, sequences, grad, stream);
         }
     });
 }

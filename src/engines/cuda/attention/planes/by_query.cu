@@ -22,9 +22,8 @@ class ByQuery {
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
-    __device__ ByQuery(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                       const Gradients& grad)
-        : call_(call), sequences_(sequences), rows_(rows), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
+    __device__ ByQuery(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad)
+        : call_(call), sequences_(sequences), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void take_queries(const RowTile& at) {
         const AttentionSequence s = sequences_[at.i];
@@ -106,7 +105,7 @@ class ByQuery {
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head, call_.value_channels);
-        ScoreTile<planes, columns, false> tile(call_, rows_, s, head, tiles_.bias, q, k, v, d_o);
+        ScoreTile<planes, columns, false> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
         const int warp = thread_ / 32, lane = thread_ % 32;
         for (Index first = queries.begin; first < queries.end; first += M) {
             const Index last = min(first + M, s.q_count) - 1;
@@ -178,7 +177,6 @@ class ByQuery {
 
     const AttentionCall& call_;
     const AttentionSequences& sequences_;
-    const RowTerms& rows_;
     const Gradients& grad_;
     int thread_;
     Tiles tiles_;
@@ -189,21 +187,19 @@ class ByQuery {
 template <int planes, int columns, bool few>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     query_gradient_kernel(const __grid_constant__ AttentionCall call,
-                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
+                          const __grid_constant__ AttentionSequences sequences,
                           const __grid_constant__ Gradients grad) {
     constexpr int step = GradientTiles<planes, columns>::block_rows;
-    for_each_block<few>(
-        grad.redo_queries, sequences, sequences.of_queries, call.heads, call.queries, step,
-        [&](const RowTile& at) { ByQuery<planes, columns>(call, sequences, rows, grad).take_queries(at); });
+    for_each_block<few>(grad.redo_queries, sequences, sequences.of_queries, call.heads, call.queries, step,
+                        [&](const RowTile& at) { ByQuery<planes, columns>(call, sequences, grad).take_queries(at); });
 }
 
 template <int planes, int columns>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     bias_gradient_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                         const __grid_constant__ Gradients grad) {
+                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
-    ByQuery<planes, columns>(call, sequences, rows, grad).take_bias();
+    ByQuery<planes, columns>(call, sequences, grad).take_bias();
 }
 
 unsigned tiles(Index size, int step) {
@@ -213,7 +209,7 @@ unsigned tiles(Index size, int step) {
 }  // namespace
 
 void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                               const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+                               const Gradients& grad, cudaStream_t stream) {
     Gradients wanted = grad;
     wanted.dbias = View();
     with_kernel(call, planes, [&]<int p, int columns>() {
@@ -224,13 +220,13 @@ void launch_gradients_by_query(const AttentionCall& call, const AttentionSequenc
             launch(query_gradient_kernel<p, columns, few>,
                    {row_block_grid<few>(blocks, call.heads, list, sequences), T::threads, T::shared_bytes,
                     few && grad.redo_queries.early},
-                   stream, "attention's gradient of q", call, sequences, rows, wanted);
+                   stream, "attention's gradient of q", call, sequences, wanted);
         });
     });
 }
 
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                          const RowTerms& rows, const Gradients& grad, cudaStream_t stream) {
+                          const Gradients& grad, cudaStream_t stream) {
     with_kernel(call, planes, [&]<int p, int columns>() {
         using T = GradientTiles<p, columns>;
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
@@ -240,7 +236,7 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
                {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all, static_cast<unsigned>(grad.bias_heads),
                      static_cast<unsigned>(batches)),
                 T::threads, T::shared_bytes, grad.redo_keys.early},
-               stream, "attention's gradient of bias", call, sequences, rows, grad);
+               stream, "attention's gradient of bias", call, sequences, grad);
     });
 }
 

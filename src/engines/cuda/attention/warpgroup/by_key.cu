@@ -73,7 +73,6 @@ struct KeyBlock {
     Tiles m;
     const AttentionCall& call;
     const OperandBoxes& boxes;
-    const RowTerms& rows;
     const Gradients& grad;
     const AttentionSequences& sequences;
     const AttentionSequence& s;
@@ -135,7 +134,8 @@ struct KeyProducer {
             const auto q = rows_of_queries<by_tma>(call.q, q_boxes, b.s, head, call.channels);
             const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, d_o_boxes, b.s, head, call.value_channels);
             const typename Tiles::AddedTile extra(call, b.s, head);
-            const RowTerm term = thread < N ? term_of<T>(call, b.rows, b.s, head, at + thread, Block::far) : RowTerm{};
+            const RowTerm term =
+                thread < N ? term_of<T>(call, b.grad.rows, b.s, head, at + thread, Block::far) : RowTerm{};
             typename Tiles::AddedTile::Bits bits{};
             if (Tiles::masked && call.mask) bits = extra.load_bits(at, b.first, thread);
             m.ring().acquire(tile);
@@ -348,8 +348,8 @@ struct KeyConsumer {
 template <class T, int columns, Between between, Of made, bool keeps, bool far>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                         const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
+                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad,
+                         const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Block = KeyBlock<T, columns, between, made, keeps, far>;
         using Tiles = typename Block::Tiles;
@@ -364,7 +364,6 @@ __global__ void __launch_bounds__(block_threads, 1)
         Block block{{ptx::shared_address(ptx::shared_memory())},
                     call,
                     boxes,
-                    rows,
                     grad,
                     sequences,
                     share_sequence(sequences, at.i, Tiles::sequence_at),
@@ -403,8 +402,8 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns, Between between, Of made, bool keeps = false, bool far = false>
-void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                const Gradients& grad, cudaStream_t stream) {
+void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                cudaStream_t stream) {
     const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
     OperandBoxes boxes;
@@ -414,38 +413,38 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
     if (Tiles::holds_tiles && grad.ds && boxes.given) boxes.ds = score_boxes(grad.ds, Tiles::N);
     boxes.cut(call, sequences, grad.d_o, stream);
     launch(warpgroup_key_kernel<T, columns, between, made, keeps, far>, {blocks, block_threads, Tiles::bytes, true},
-           stream, "attention's gradients of k and v on warpgroups", call, sequences, rows, grad, boxes);
+           stream, "attention's gradients of k and v on warpgroups", call, sequences, grad, boxes);
 }
 
 template <class T, int columns, Between between>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                const Gradients& grad, cudaStream_t stream) {
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                cudaStream_t stream) {
     if constexpr (columns > 128) {
-        launch_one<T, columns, between, Of::dv>(call, sequences, rows, grad, stream);
-        launch_one<T, columns, between, Of::dk>(call, sequences, rows, grad, stream);
+        launch_one<T, columns, between, Of::dv>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::dk>(call, sequences, grad, stream);
     } else {
         if constexpr (type_of<T> == DType::bf16 && columns == 128 &&
                       (between == Between::nothing || between == Between::shared_bias)) {
-            if (grad.ds) return launch_one<T, columns, between, Of::both, true>(call, sequences, rows, grad, stream);
+            if (grad.ds) return launch_one<T, columns, between, Of::both, true>(call, sequences, grad, stream);
         }
-        launch_one<T, columns, between, Of::both>(call, sequences, rows, grad, stream);
+        launch_one<T, columns, between, Of::both>(call, sequences, grad, stream);
     }
 }
 
 }  // namespace
 
-void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                             const Gradients& grad, cudaStream_t stream) {
+void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                             cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         const bool capped = call.softcap != 0;
         with_between(capped ? Between::cap : between_of(call, grad.ds.is_dbias),
-                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
+                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
         if (capped) return;
         if constexpr (columns > 128) {
-            launch_one<T, columns, Between::added, Of::dv, false, true>(call, sequences, rows, grad, stream);
-            launch_one<T, columns, Between::added, Of::dk, false, true>(call, sequences, rows, grad, stream);
+            launch_one<T, columns, Between::added, Of::dv, false, true>(call, sequences, grad, stream);
+            launch_one<T, columns, Between::added, Of::dk, false, true>(call, sequences, grad, stream);
         } else {
-            launch_one<T, columns, Between::added, Of::both, false, true>(call, sequences, rows, grad, stream);
+            launch_one<T, columns, Between::added, Of::both, false, true>(call, sequences, grad, stream);
         }
     });
 }

@@ -66,7 +66,6 @@ struct QueryBlock {
     QueryTiles<T, columns, between> m;
     const AttentionCall& call;
     const OperandBoxes& boxes;
-    const RowTerms& rows;
     const Gradients& grad;
     const AttentionSequences& sequences;
     const AttentionSequence& s;
@@ -140,8 +139,8 @@ struct QueryConsumer {
         if (b.keys.begin >= b.keys.end) return;
         const Tiles& m = b.m;
         const float c = exponent_scale(b.call, Tiles::masked);
-        const RowTerm term[2] = {term_of<T>(b.call, b.rows, b.s, b.head, query(0), !Tiles::capped),
-                                 term_of<T>(b.call, b.rows, b.s, b.head, query(1), !Tiles::capped)};
+        const RowTerm term[2] = {term_of<T>(b.call, b.grad.rows, b.s, b.head, query(0), !Tiles::capped),
+                                 term_of<T>(b.call, b.grad.rows, b.s, b.head, query(1), !Tiles::capped)};
         const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
         const bool far = __any_sync(0xffffffffu, term[0].top != 0 || term[1].top != 0);
         int tile = 0;
@@ -166,7 +165,8 @@ struct QueryConsumer {
             }
             if (!Tiles::capped && far) {
                 float top[2];
-                for_rows([&](int half) { top[half] = term_of<T>(b.call, b.rows, b.s, b.head, query(half), true).top; });
+                for_rows(
+                    [&](int half) { top[half] = term_of<T>(b.call, b.grad.rows, b.s, b.head, query(half), true).top; });
                 const float factor = scale_left(b.call, Tiles::masked);
                 p.each_pair([&](float& e, float& next, int half, int column) {
                     float2 two{};
@@ -221,8 +221,8 @@ struct QueryConsumer {
 template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
-                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ RowTerms rows,
-                           const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
+                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad,
+                           const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = QueryTiles<T, columns, between>;
         ptx::follow_launch_before();
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.start(boxes.given);
         const QueryBlock<T, columns, between> block{
-            m, call, boxes, rows, grad, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
+            m, call, boxes, grad, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
         __syncthreads();
         const auto produce = [&]<bool by_tma>(int thread) {
             if constexpr (!by_tma || !Tiles::masked)
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns, Between between>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                const Gradients& grad, cudaStream_t stream) {
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                cudaStream_t stream) {
     using Tiles = QueryTiles<T, columns, between>;
     OperandBoxes boxes;
     if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, M, Tiles::N);
@@ -266,16 +266,16 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
     boxes.cut(call, sequences, grad.d_o, stream);
     const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, Tiles::bytes, true}, stream,
-           "attention's gradient of q on warpgroups", call, sequences, rows, grad, boxes);
+           "attention's gradient of q on warpgroups", call, sequences, grad, boxes);
 }
 
 }  // namespace
 
-void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const RowTerms& rows,
-                               const Gradients& grad, cudaStream_t stream) {
+void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                               cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         with_between(call.softcap != 0 ? Between::cap : between_of(call),
-                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, rows, grad, stream); });
+                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
     });
 }
 
