@@ -9,7 +9,8 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 1024, shared_bytes = (threads + threads / 32) * static_cast<int>(sizeof(int));
+constexpr int threads = 1024,
+              shared_bytes = threads / 32 * static_cast<int>(sizeof(Index)) + threads * static_cast<int>(sizeof(int));
 
 struct PackedLengths {
     Lengths of_queries, of_keys, in_use;
@@ -41,25 +42,18 @@ template <class Rows>
 __device__ void list_tiles(const Rows& rows, int sequences, TilePlace* places, int most) {
     constexpr int warps = threads / 32;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-    auto* const ends = reinterpret_cast<int*>(ptx::shared_memory());  // running sums of tiles
-    int* const of_warps = ends + threads;
-    Index before = 0;  // tiles of the sequences before these
+    auto* const of_warps = reinterpret_cast<Index*>(ptx::shared_memory());
+    auto* const ends = reinterpret_cast<int*>(of_warps + warps);  // running sums of tiles
+    Index before = 0;                                             // tiles of the sequences before these
     for (int first = 0; first < sequences; first += threads) {
         const int n = first + thread;
         const Index own = n < sequences ? (rows(n) + tile_rows - 1) / tile_rows : 0;
-        const int tiles = static_cast<int>(own < most ? own : Index(most));
-        const int sum = running_sum_of_lanes<32>(tiles, lane);
-        if (lane == 31) of_warps[warp] = sum;
-        __syncthreads();
-        Index end = before + sum, all = before;
-        for (int w = 0; w < warps; ++w) {
-            if (w < warp) end += of_warps[w];
-            all += of_warps[w];
-        }
-        ends[thread] = static_cast<int>(end < most ? end : Index(most));
+        Index all = before;
+        ends[thread] =
+            static_cast<int>(min(running_sum_of_block<warps>(min(own, Index(most)), all, of_warps), Index(most)));
         __syncthreads();
         for (int i = warp; i < threads; i += warps) {  // a warp lists a sequence
-            const int begin = i == 0 ? static_cast<int>(before < most ? before : Index(most)) : ends[i - 1];
+            const int begin = i == 0 ? static_cast<int>(min(before, Index(most))) : ends[i - 1];
             for (int at = begin + lane; at < ends[i]; at += 32) places[at] = {first + i, (at - begin) * tile_rows};
         }
         before = all;

@@ -24,7 +24,7 @@ struct Before {
 };
 
 struct ListMemory {
-    Before of_warps[warps];
+    Index of_warps[warps];
     DeltaSequence s[threads];
     int of_size[2][64];  // taken sequences by the bits of their number of chunks; where they go
 };
@@ -107,29 +107,13 @@ class ListBlock {
                     own.chunks = chunks_of(s);
                 }
             }
-            const Before until = running_sum(own);
-            s.first_slot = until.chunks - own.chunks;
-            s.first_saved = until.saved - own.saved;
-            if (s.state == not_taken || until.chunks > out_.chunks) s.count = 0;  // the second: sequences overlap
+            const Index chunks = running_sum_of_block<warps>(own.chunks, before_.chunks, m_.of_warps);
+            s.first_slot = chunks - own.chunks;
+            s.first_saved = running_sum_of_block<warps>(own.saved, before_.saved, m_.of_warps) - own.saved;
+            if (s.state == not_taken || chunks > out_.chunks) s.count = 0;  // the second: sequences overlap
             use(min(threads, lengths_.count - first), s);
         }
     }
-    // Over all threads, from the first sequence on.
-    __device__ Before running_sum(const Before& own) {
-        const int warp = thread_ / 32, lane = thread_ % 32;
-        Before sum{running_sum_of_lanes<32>(own.chunks, lane), running_sum_of_lanes<32>(own.saved, lane)};
-        if (lane == 31) m_.of_warps[warp] = sum;
-        __syncthreads();
-        Before all = before_;
-        for (int i = 0; i < warps; ++i) {
-            if (i == warp) sum.chunks += all.chunks, sum.saved += all.saved;
-            all.chunks += m_.of_warps[i].chunks, all.saved += m_.of_warps[i].saved;
-        }
-        before_ = all;
-        __syncthreads();
-        return sum;
-    }
-
     const Lengths& lengths_;
     const ChunkSequences& out_;
     ListMemory& m_ = *reinterpret_cast<ListMemory*>(ptx::shared_memory());

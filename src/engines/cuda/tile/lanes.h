@@ -42,4 +42,19 @@ __device__ Number running_sum_of_lanes(Number x, int lane) {
     return x;
 }
 
+// The same over the threads of a block; `all` grows by the sum of all. For all of its threads, through memory [warps].
+template <int warps, class Number>
+__device__ Number running_sum_of_block(Number x, Number& all, Number* of_warps) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    Number sum = all + running_sum_of_lanes<32>(x, lane);
+    if (lane == 31) of_warps[warp] = sum - all;
+    __syncthreads();
+    for (int w = 0; w < warps; ++w) {
+        if (w < warp) sum += of_warps[w];
+        all += of_warps[w];
+    }
+    __syncthreads();
+    return sum;
+}
+
 }  // namespace softdelta::cuda

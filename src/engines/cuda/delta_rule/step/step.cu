@@ -45,55 +45,29 @@ struct LaneTile {
 
     // Of a tensor whose rows and columns lie so far apart; four at a time where neighbours lie side by side in f32.
     __device__ void load_from(const View& v, Index offset, Index row, Index column) {
-        const float* data = static_cast<const float*>(v.data) + offset + first_row * row + first_column * column;
-        if (lies_by_columns(v, data, row, column)) {
-            unrolled<R>([&](int r) {
-                const float4 four =
-                    first_row + r < rows ? __ldcs(reinterpret_cast<const float4*>(data + r * row)) : float4{0, 0, 0, 0};
-                x[r][0] = four.x, x[r][1] = four.y, x[r][2] = four.z, x[r][3] = four.w;
+        const bool done =
+            by_fours(v, offset, row, column, [](const float4* at, bool inside, float& a, float& b, float& c, float& d) {
+                const float4 four = inside ? __ldcs(at) : float4{0, 0, 0, 0};
+                a = four.x, b = four.y, c = four.z, d = four.w;
             });
-        } else if (lies_by_rows(v, data, row, column)) {
-            unrolled<C>([&](int c) {
-                unrolled<R / 4>([&](int i) {
-                    const int r = 4 * i;
-                    const float4 four = first_column + c < columns
-                                            ? __ldcs(reinterpret_cast<const float4*>(data + c * column + r))
-                                            : float4{0, 0, 0, 0};
-                    x[r][c] = four.x, x[r + 1][c] = four.y, x[r + 2][c] = four.z, x[r + 3][c] = four.w;
-                });
+        if (done) return;
+        with_type(v, [&](const auto* from) {
+            visit([&](int r, int c, float& element, bool inside) {
+                element = inside ? to_float(from[offset + (first_row + r) * row + (first_column + c) * column]) : 0.0F;
             });
-        } else {
-            with_type(v, [&](const auto* from) {
-                visit([&](int r, int c, float& element, bool inside) {
-                    element =
-                        inside ? to_float(from[offset + (first_row + r) * row + (first_column + c) * column]) : 0.0F;
-                });
-            });
-        }
+        });
     }
     __device__ void store_to(const View& v, Index offset, Index row, Index column) {
-        float* data = static_cast<float*>(v.data) + offset + first_row * row + first_column * column;
-        if (lies_by_columns(v, data, row, column)) {
-            unrolled<R>([&](int r) {
-                if (first_row + r < rows)
-                    __stcs(reinterpret_cast<float4*>(data + r * row), float4{x[r][0], x[r][1], x[r][2], x[r][3]});
+        const bool done =
+            by_fours(v, offset, row, column, [](float4* at, bool inside, float a, float b, float c, float d) {
+                if (inside) __stcs(at, float4{a, b, c, d});
             });
-        } else if (lies_by_rows(v, data, row, column)) {
-            unrolled<C>([&](int c) {
-                unrolled<R / 4>([&](int i) {
-                    const int r = 4 * i;
-                    if (first_column + c < columns)
-                        __stcs(reinterpret_cast<float4*>(data + c * column + r),
-                               float4{x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]});
-                });
+        if (done) return;
+        with_type(v, [&](auto* to) {
+            visit([&](int r, int c, float element, bool inside) {
+                if (inside) assign(to + offset + (first_row + r) * row + (first_column + c) * column, element);
             });
-        } else {
-            with_type(v, [&](auto* to) {
-                visit([&](int r, int c, float element, bool inside) {
-                    if (inside) assign(to + offset + (first_row + r) * row + (first_column + c) * column, element);
-                });
-            });
-        }
+        });
     }
 
     // element(r, c, x, whether it exists)
@@ -104,12 +78,22 @@ struct LaneTile {
     }
 
   private:
-    __device__ static bool is_aligned(const float* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
-    __device__ bool lies_by_columns(const View& v, const float* data, Index row, Index column) const {
-        return v.dtype == DType::f32 && column == 1 && row % 4 == 0 && first_column + C <= columns && is_aligned(data);
-    }
-    __device__ bool lies_by_rows(const View& v, const float* data, Index row, Index column) const {
-        return v.dtype == DType::f32 && row == 1 && column % 4 == 0 && first_row + R <= rows && is_aligned(data);
+    // use(four neighbours in memory, whether they exist, the lane's), if there are such.
+    template <class Use>
+    __device__ bool by_fours(const View& v, Index offset, Index row, Index column, const Use& use) {
+        float* data = static_cast<float*>(v.data) + offset + first_row * row + first_column * column;
+        if (v.dtype != DType::f32 || reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return false;
+        const auto four = [&](Index at) { return reinterpret_cast<float4*>(data + at); };
+        if (column == 1 && row % 4 == 0 && first_column + C <= columns) {
+            unrolled<R>([&](int r) { use(four(r * row), first_row + r < rows, x[r][0], x[r][1], x[r][2], x[r][3]); });
+            return true;
+        }
+        if (row != 1 || column % 4 != 0 || first_row + R > rows) return false;
+        unrolled<C, R / 4>([&](int c, int i) {
+            const int r = 4 * i;
+            use(four(c * column + r), first_column + c < columns, x[r][c], x[r + 1][c], x[r + 2][c], x[r + 3][c]);
+        });
+        return true;
     }
 };
 
