@@ -133,8 +133,8 @@ constexpr bool has_warpgroups = false;
 
 // Products of a warpgroup, four warps side by side, on sm_90a: d [64, N] += a [64, 16] b [16, N]. A warp has 16 rows,
 // as multiply() lays them out; b lies in shared memory, a in registers or as b's transpose there. They run in the
-// background: begin_products() before the first, commit_products() after the last of a group, and
-// wait_for_products<n>(d) until at most n groups run, before d is read or written.
+// background. begin_products() comes before the first of a group, commit_products() after the last. Before d is read or
+// written, wait_for_products<n>(d) waits until at most n groups run.
 //
 // b: tiles of rows of 128 bytes whose 16-byte units are swizzled by row % 8, at multiples of 1024 bytes. N columns of
 // a row each (`mn_major`: N runs in memory), in panels of 64 so many bytes apart; or transposed, N rows (K runs).

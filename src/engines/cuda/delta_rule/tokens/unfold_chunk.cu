@@ -1,5 +1,5 @@
-// The gradients of chunks that go token by token, in f64: a block takes a chunk and key head, and for each of its value
-// heads walks over the tokens three times, with S or dS in shared memory (tokens/walk_back.cu):
+// The gradients of chunks that go token by token, in f64. A block takes a chunk and key head. For each of its value
+// heads it walks over the tokens three times, with S or dS in shared memory (tokens/walk_back.cu):
 //
 //     forward        e = v − Sᵀ p     w = βe             S ← e^g∘S + k wᵀ
 //     backward       dS += q doᵀ      dw = dSᵀ k         dk = dS w              dS ← e^g∘(dS − p (β dw)ᵀ)

@@ -1,6 +1,6 @@
-// The warpgroup of the outputs: o = (q S)∘scale·e^G + score U, with S and U of the warpgroups that go from state to
-// state, which wait for nothing of it but that S is taken. It makes the scores where they are not in the record, and
-// stores what the forward pass keeps and the fold has not.
+// The warpgroup of the outputs: o = (q S)∘scale·e^G + score U. S and U come from the warpgroups that go from state to
+// state; these wait only until S is taken. It makes the scores where they are not in the record, and stores what the
+// forward pass keeps and the fold has not.
 #pragma once
 
 #include "engines/cuda/delta_rule/fold/shared_gate.h"

@@ -1,5 +1,5 @@
-// Pairs of tokens of one block of 16, for unfold.cu: by halves. With a the last token of the first half of 16, 8 or 4
-// tokens, i in the second half, j in the first, and i ≤ 15 the tokens of a block,
+// Pairs of tokens of one block of 16, for unfold.cu: by halves of 16, 8 or 4 tokens. Token a is the last of the first
+// half, i is in the second half, j in the first:
 //
 //     dq_i += e^(L_i − L_a)∘Σ_j P_ij (k_j e^(L_a − L_j))         e the same of Q
 //     dk_j += e^(L_a − L_j)∘Σ_i (P_ij q_i − Q_ij βk_i) e^(L_i − L_a)
@@ -79,8 +79,8 @@ struct ChannelPairs {
         add_neighbours(block, rows, d);
     }
 
-    // Right operands, eight by eight. Rows of the second eight of tokens with the first, of P and of Q, for what the
-    // first gives to the second, and transposed for what the second gives to the first.
+    // Right operands, eight by eight: rows of the second eight tokens with the first, of P and of Q. They serve what
+    // the first gives to the second; transposed, what the second gives to the first.
     __device__ void load_halves(int block, std::uint32_t (&out)[4]) const {
         const auto of = my.pairs(my.lane / 8 % 2);
         std::uint32_t of_later[4], of_earlier[4];

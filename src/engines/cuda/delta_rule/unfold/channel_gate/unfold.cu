@@ -3,8 +3,8 @@
 //
 //     P = tril(dO Uᵀ)     Q = stril(dR Uᵀ)     E = −e
 //
-// the rows of block I come from the state and from the blocks before it, the nearest last, those of block J from dS'
-// and from the blocks after it, the nearest last:
+// the rows of block I come from the state and from the blocks before it. Those of block J come from dS' and from the
+// blocks after it. The nearest block is the last:
 //
 //     x = dO S,   x ← e^t_J∘x + P_IJ (k e^R)_J,   J = 0 … I − 1       dq = scale·e^L∘x       and E of dR, Q the same
 //     y = U dS'ᵀ, y ← e^t_I∘y + P_IJᵀ (q e^L)_I − Q_IJᵀ (βk e^L)_I    dk = e^R∘y             I = 3 … J + 1
