@@ -42,8 +42,9 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
     const int u = thread % Rows::units, rows_at_once = threads / Rows::units;
     const bool inside = first + 8 * u < size;
     const auto* data = static_cast<const T*>(from.data);
-    const auto* row_data = data + s.row(from, c * chunk_rows + thread / Rows::units, head) + first + 8 * u;
+    const auto* row_data = data + s.row(from, c * chunk_rows, head) + first + 8 * u;
     const Index step = rows_at_once * from.stride[1];
+    row_data += thread / Rows::units * from.stride[1];
     for (int row = thread / Rows::units; row < chunk_rows; row += rows_at_once) {
         const bool take = inside && row < count;
         ptx::copy_async(tile.unit(row, u), take ? row_data : data, take);

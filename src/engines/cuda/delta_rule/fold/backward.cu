@@ -109,7 +109,7 @@ class BackwardFold {
         f.sums[2 * lane_ + 1] = of.first;
         f.sums[2 * lane_ + 2] = of.second;
         if (lane_ == 0) f.sums[0] = f.sums[C + 1] = 0;
-        return of.nonfinite;
+        return of.nonfinite();
     }
 
     // 1/√(Σx² + 1e-6) of row thread / 2, by two neighbouring threads, or 1.

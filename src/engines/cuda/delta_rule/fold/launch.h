@@ -32,29 +32,32 @@ struct GivenTokens {
         });
     }
 };
-// Their β to memory, and sums in f64 of the gates up to each of both that are at least `least`. nonfinite: a number of
-// the lane is not finite, or the chunk's gates rise too far.
+// Their β to memory, and sums in f64 of the gates up to each of both that are at least `least`.
 struct GateSumsOfTokens {
     double first, second;
-    bool nonfinite;
 
     __device__ GateSumsOfTokens(const DeltaCall& call, const HeadGate& head, const GivenTokens& given, int rows,
                                 int lane, double least, float (&beta)[chunk_rows]) {
         double g[2];
-        float rise = 0, betas[2];
+        float betas[2];
         unrolled<2>([&](int i) {
             const int row = 2 * lane + i;
             g[i] = row < rows && call.gate != core::Gate::none ? head.gate(call, given.g[i]) : 0.0;
             betas[i] = row >= rows ? 0.0F : call.beta ? make_beta(call, given.beta[i]) : 1.0F;
-            rise += static_cast<float>(fmax(g[i], 0.0));
+            rise_ += static_cast<float>(fmax(g[i], 0.0));
             beta[row] = betas[i];
         });
-        nonfinite = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
+        nonfinite_ = any_of<2>([&](int i) { return isnan(g[i]) || !isfinite(betas[i]); });
         const double last = fmax(g[1], least);
         second = running_sum_of_lanes<32>(fmax(g[0], least) + last, lane);
         first = second - last;
-        nonfinite = nonfinite || !(sum_of_warp(rise) <= highest_rise);
     }
+    // Whether a number of the lane is not finite, or the chunk's gates rise too far.
+    __device__ bool nonfinite() const { return nonfinite_ || !(sum_of_warp(rise_) <= highest_rise); }
+
+  private:
+    float rise_ = 0;
+    bool nonfinite_;
 };
 
 // A tile of 16-bit elements, two neighbours of rows r and r + 8 of each accumulator.

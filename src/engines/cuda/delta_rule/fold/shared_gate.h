@@ -161,7 +161,7 @@ class SharedFold {
         within[0] = static_cast<float>(of.first - anchor);
         within[1] = static_cast<float>(of.second - anchor);
         if (lane_ % 8 == 0) within[-1] = 0;
-        const bool nonfinite = __any_sync(0xffffffffu, of.nonfinite);
+        const bool nonfinite = __any_sync(0xffffffffu, of.nonfinite());
         if (lane_ != 0) return;
         m.sums[0] = 0;
         f.by_token = nonfinite ? 1 : 0;
