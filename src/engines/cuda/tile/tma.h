@@ -9,8 +9,8 @@
 namespace softdelta::cuda {
 
 // A tensor of 16-bit elements [3, 2, 1, 0], sizes and strides in elements, and a box of it: columns of one row each
-// become 128 bytes of shared memory. They are swizzled as products of warpgroups want them, unless the box is one row or
-// memory has them so already.
+// become 128 bytes of shared memory. They are swizzled as products of warpgroups want them, unless the box is one row
+// or memory has them so already.
 struct BoxShape {
     void* data = nullptr;
     std::uint64_t size[4] = {};
