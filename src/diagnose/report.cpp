@@ -104,7 +104,7 @@ Table ranked(const Ranking& ranking, std::size_t top) {
                        {number(c.left.worst_block)}});
         }
     };
-    add(ranking.explained_by_two() ? ranking.pairs : ranking.singles);
+    add(ranking.singles);
     return table;
 }
 
@@ -163,7 +163,7 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     add("Results", "", findings(d).text(options.coloured) + right_results(d));
     const std::vector<std::string> blind = {blindness_of(call, d.ranking).sentence(2)};
     if (!blind.front().empty()) text.append("\n").append(indented(blind));
-    if (!d.ranking.explained())
+    if (!d.ranking.explained() && !d.ranking.explained_by_two())
         add("Ranking", ", errors relative to what rounding may cost",
             ranked(d.ranking, options.top).text(options.coloured));
     return text;

@@ -71,9 +71,11 @@ constexpr bool is_of_tiles(Change c) {
            c == Change::last_only || c == Change::first_only || c == Change::stale;
 }
 
-// Changes some rows or tiles only: the others, and what comes of them, may be right.
-constexpr bool is_local(Change c) {
-    return (c >= Change::row_before && c <= Change::stale) || c == Change::first_only || is_of_tiles(c);
+// Changes some rows or tiles only, or all of them little: what comes of the others may be right.
+constexpr bool is_partial(Change c) {
+    return (c >= Change::row_before && c <= Change::stale) || c == Change::first_only || is_of_tiles(c) ||
+           (c >= Change::bf16 && c <= Change::decay_of_row_after) || c == Change::unsummed ||
+           c == Change::summed_by_tile;
 }
 
 struct Point {

@@ -23,8 +23,8 @@ constexpr double small = 2;           // nor does what is left below this,
 constexpr double small_part = 0.01;   // or below this part of the error before: a mistake may amplify rounding
 constexpr double indistinct = 0.2;    // two mistakes whose results differ by less are told apart by luck only
 constexpr std::size_t seeds = 4;      // single mistakes that pairs are made with
-constexpr double change_share = 0.4;  // of the work that single mistakes may take, those with names not counted
-constexpr double pair_share = 0.5;
+constexpr double change_share = 0.3;  // of the work that single mistakes may take, those with names not counted
+constexpr double pair_share = 0.3;
 
 constexpr double loud = 4;         // noise is not larger than this, relative to what rounding may cost
 constexpr double most_part = 0.5;  // of the squared error, which a mistake must take away
@@ -211,13 +211,16 @@ class Search {
         std::vector<Candidate> found = trial_.run(first, tried_, "places");
         std::map<std::string_view, const Candidate*> of_place;
         for (const Candidate& c : found) of_place[c.entries.front()->point.place] = &c;
+        const auto loss_of = [&](const std::vector<const Entry*>& set) {
+            return find_loss(of_place, set.front()->point.place);
+        };
         std::erase_if(others, [&](const std::vector<const Entry*>& set) {
-            const auto lost = of_place.find(set.front()->point.place);
-            return lost != of_place.end() && !may_be_like(*set.front(), *lost->second);
+            const Candidate* lost = loss_of(set);
+            return lost != nullptr && !may_be_like(*set.front(), *lost);
         });
         const auto alike = [&](const std::vector<const Entry*>& set) {
-            const auto lost = of_place.find(set.front()->point.place);
-            return lost == of_place.end() ? 1 : lost->second->fit.correlation;
+            const Candidate* lost = loss_of(set);
+            return lost == nullptr ? 1 : lost->fit.correlation;
         };
         std::ranges::stable_sort(others, std::greater<>(), alike);
         if (static_cast<double>(others.size()) > most) others.resize(static_cast<std::size_t>(most));
@@ -228,6 +231,22 @@ class Search {
     std::size_t tried() const { return tried_; }
 
   private:
+    using Losses = std::map<std::string_view, const Candidate*>;
+
+    // The loss of a place, or of the part that a place is within: "kw" of "kw.decay", "o" of "sum of o".
+    static const Candidate* find_loss(const Losses& losses, std::string_view place) {
+        if (const auto own = losses.find(place); own != losses.end()) return own->second;
+        constexpr std::string_view decay = ".decay", sum = "sum of ";
+        if (place.starts_with(sum)) place.remove_prefix(sum.size());
+        if (place.ends_with(decay)) place.remove_suffix(decay.size());
+        if (const auto part = losses.find(place); part != losses.end()) return part->second;
+        if (place == "G") return find_loss(losses, "g");
+        const auto part = losses.lower_bound(place);  // "read_query" of "read_query S"
+        constexpr std::size_t shortest = 5;           // a letter begins many names
+        return place.size() >= shortest && part != losses.end() && part->first.starts_with(place) ? part->second
+                                                                                                  : nullptr;
+    }
+
     bool may_be(const Entry& entry) const {
         if (entry.applies != nullptr && !entry.applies(call_)) return false;
         constexpr std::string_view suffix = ", as written";
@@ -241,7 +260,8 @@ class Search {
         constexpr double clear = 10, small_reach = 0.01;
         for (const auto& [result, reached] : lost.reaches) {
             const bool of_pass = is_forward(result) == forward_wrong_;
-            if (of_pass && !is_local(entry.point.change) && right_.count(result) != 0 && reached > clear) return false;
+            if (of_pass && !is_partial(entry.point.change) && right_.count(result) != 0 && reached > clear)
+                return false;
             const double error = before_.results.at(result);
             if (of_pass && error > clear && reached < std::max(seen, small_reach * error)) return false;
         }
@@ -267,13 +287,18 @@ class Search {
     std::size_t tried_ = 0;
 };
 
-// Each of the best mistakes with every other, the most likely pairs first.
+// Each of the best mistakes with every other that has a name or is among the best without, the most likely pairs first.
 std::vector<std::vector<const Entry*>> likely_pairs(const std::vector<Candidate>& singles) {
+    constexpr std::size_t most_points = 8;
+    std::vector<const Entry*> likely;
+    std::size_t points = 0;
+    for (const Candidate& c : singles)
+        if (c.entries.front()->mistake != Mistake::at_a_point || points++ < most_points)
+            likely.push_back(c.entries.front());
     std::vector<std::vector<const Entry*>> pairs;
-    for (std::size_t sum = 1; sum < 2 * singles.size(); ++sum)
-        for (std::size_t a = 0; a < std::min(seeds, singles.size()) && 2 * a < sum; ++a)
-            if (const std::size_t b = sum - a; b < singles.size())
-                pairs.push_back({singles[a].entries.front(), singles[b].entries.front()});
+    for (std::size_t sum = 1; sum < 2 * likely.size(); ++sum)
+        for (std::size_t a = 0; a < std::min(seeds, likely.size()) && 2 * a < sum; ++a)
+            if (const std::size_t b = sum - a; b < likely.size()) pairs.push_back({likely[a], likely[b]});
     return pairs;
 }
 
