@@ -185,7 +185,9 @@ Blindness blindness_by_facts(const io::Call& call) {
 std::string Blindness::sentence(std::size_t most) const {
     if (unseen.empty()) return "";
     std::string text = "this input cannot show ";
-    if (of > 0) text += std::to_string(unseen.size()) + " of " + std::to_string(of) + " mistakes, among them ";
+    if (of > 0) text += std::to_string(unseen.size()) + " of " + std::to_string(of) + " mistakes";
+    if (most == 0) return text + " (--json lists them)";
+    if (of > 0) text += ", among them ";
     for (std::size_t i = 0; i < std::min(most, unseen.size()); ++i)
         text += (i > 0 ? ", " : "") + std::string(unseen[i]->name);
     for (std::size_t i = 0; i < std::min(most, better.size()); ++i)

@@ -26,7 +26,7 @@ struct Blindness {
     std::size_t of = 0;                // how many there are; 0: only those that facts tell of were looked at
     std::vector<std::string> better;   // options of `softdelta make` that show some of them
 
-    // "this input cannot show 12 of 71 mistakes, among them …"; empty: it shows all.
+    // "this input cannot show 12 of 71 mistakes, among them …", so many by name; empty: it shows all.
     std::string sentence(std::size_t most = 4) const;
 };
 

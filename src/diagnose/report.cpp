@@ -38,12 +38,20 @@ Cell verdict_cell(judge::Verdict verdict) {
     return {"wrong", Colour::red};
 }
 
-// Of a wrong dump the right results are not listed.
+// Of a wrong dump those that are wrong or not judged, the verdict only where it is not the same of all.
 Table findings(const Diagnosis& d) {
-    Table table({"result", "ratio", "limit", "verdict", "note"});
-    for (const judge::Finding& f : d.findings)
-        if (!d.wrong() || f.verdict != judge::Verdict::right)
-            table.add({{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f.verdict), {f.note}});
+    const auto is_listed = [&](const judge::Finding& f) { return !d.wrong() || f.verdict != judge::Verdict::right; };
+    const bool all_wrong = std::ranges::all_of(
+        d.findings, [&](const judge::Finding& f) { return !is_listed(f) || f.verdict == judge::Verdict::wrong; });
+    std::vector<std::string> columns = {"result", "ratio", "limit", "verdict", "note"};
+    if (all_wrong) columns.erase(columns.begin() + 3);
+    Table table(columns);
+    for (const judge::Finding& f : d.findings) {
+        if (!is_listed(f)) continue;
+        std::vector<Cell> cells = {{f.name}, {number(f.ratio)}, {number(f.limit)}, verdict_cell(f.verdict), {f.note}};
+        if (all_wrong) cells.erase(cells.begin() + 3);
+        table.add(cells);
+    }
     return table;
 }
 
@@ -161,8 +169,8 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     add("Where", "", indented(gathered(d.where)));
     if (!d.stages.empty()) add("Which stage", "", stages(d));
     add("Results", "", findings(d).text(options.coloured) + right_results(d));
-    const std::vector<std::string> blind = {blindness_of(call, d.ranking).sentence(2)};
-    if (!blind.front().empty()) text.append("\n").append(indented(blind));
+    if (const std::string blind = blindness_of(call, d.ranking).sentence(d.ranking.explained() ? 0 : 2); !blind.empty())
+        text += indented({blind});
     if (!d.ranking.explained() && !d.ranking.explained_by_two())
         add("Ranking", ", errors relative to what rounding may cost",
             ranked(d.ranking, options.top).text(options.coloured));
