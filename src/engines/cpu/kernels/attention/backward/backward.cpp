@@ -4,6 +4,8 @@
 //     pᵀ [L,R]·do [R,Dv] → dv [L,Dv]  dsᵀ [L,R]·q [R,D] → dk [L,D]   ds [R,L]·k [L,D] → dq [R,D]
 // A step adds to f32 sums of its rows and keys and keeps nothing. p and ds are 0 where a row does not see a key.
 // One thought: the five products share the packed operands and the ranges of what sees what.
+#include <algorithm>
+
 #include "engines/cpu/kernels/isa_unit.h"
 
 #include "engines/cpu/kernels/attention/backward/by_tiles.h"

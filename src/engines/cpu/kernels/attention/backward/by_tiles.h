@@ -7,6 +7,8 @@
 //     dk, dv [group, D / 16, 2 tiles]: 16 keys of 16 columns      dq [group, D / 16, 2 tiles]: 16 columns of 16 rows
 #pragma once
 
+#include <algorithm>
+
 #include "engines/cpu/kernels/attention/backward/packed.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
