@@ -258,6 +258,8 @@ class Search {
     // Whether an error may be that of a change at a place whose loss is known.
     bool may_be_like(const Entry& entry, const Candidate& lost) const {
         constexpr double clear = 10, small_reach = 0.01;
+        const Change change = entry.point.change;
+        if (change == Change::swapped) return true;  // of two operands
         for (const auto& [result, reached] : lost.reaches) {
             const bool of_pass = is_forward(result) == forward_wrong_;
             if (of_pass && !is_partial(entry.point.change) && right_.count(result) != 0 && reached > clear)
@@ -265,14 +267,14 @@ class Search {
             const double error = before_.results.at(result);
             if (of_pass && error > clear && reached < std::max(seen, small_reach * error)) return false;
         }
-        const Change change = entry.point.change;
-        if (!is_factor(change)) return true;
+        if (!is_factor(change) || entry.from == Phase::results) return true;
+        const bool by_beta = change == Change::times_beta || change == Change::over_beta;
         // Results are linear in parts of the backward pass, save for what goes from chunk to chunk; not in those of the
         // forward pass, least of all in gates and in what is exponentiated.
         if (entry.from < Phase::backward)
-            return call_.is_attention || entry.point.place == "g" || lost.fit.correlation > 0.2;
+            return call_.is_attention || by_beta || entry.point.place == "g" || lost.fit.correlation > 0.2;
         if (lost.fit.correlation < 0.3) return false;
-        if (change == Change::times_beta || change == Change::over_beta) return true;
+        if (by_beta) return true;
         constexpr double near = 3;
         const double part = lost.fit.times / (1 - factor_of(change, scale_, group_));
         return part > 1 / near && part < near;
