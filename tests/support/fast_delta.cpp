@@ -136,6 +136,18 @@ FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
+FastDelta draw_own_keys_by_tiles(std::uint64_t seed) {
+    DeltaRanges ranges = kinds[4];
+    ranges.tokens = 100, ranges.key_channels = 96, ranges.value_channels = 64;
+    ranges.dtypes = {DType::bf16};
+    ranges.lengths = lengths;
+    ranges.dense = ranges.steps = ranges.tiled = true;
+    ranges.hard = seed % 3 != 0;
+    for (std::uint64_t draw = 1000 * seed;; ++draw)
+        if (RandomDelta call = draw_delta(draw, ranges); call.rule().own_p && call.rule().has_channel_gate())
+            return FastDelta(std::move(call));
+}
+
 FastDelta draw_shrinking_states(std::uint64_t seed) {
     DeltaRanges ranges;
     ranges.batch = 1, ranges.tokens = 400, ranges.shortest = 200;

@@ -68,6 +68,10 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {
 // calls are of another type.
 FastDelta draw_delta_for_gradients(std::uint64_t seed);
 
+// gdn2 and dplr as matrix tiles take them: bf16, a multiple of 32 key channels, rows as they lie.
+// Of other draws 1 in 500 is such a call.
+FastDelta draw_own_keys_by_tiles(std::uint64_t seed);
+
 // Delta rules without gates, whose states begin large and are erased to nothing.
 FastDelta draw_shrinking_states(std::uint64_t seed);
 

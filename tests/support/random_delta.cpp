@@ -58,7 +58,7 @@ class Draw : Decisions {
     Array array(const Shape& shape) {
         const DType dtype =
             ranges_.dtypes[static_cast<std::size_t>(between(0, static_cast<Index>(ranges_.dtypes.size()) - 1))];
-        return note(chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
+        return note(!ranges_.dense && chance(0.5), "strided") ? Array(dtype, shape, random_) : Array(dtype, shape);
     }
     template <class Number>
     Array filled(const Shape& shape, Number&& number) {

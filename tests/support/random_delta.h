@@ -21,6 +21,7 @@ struct DeltaRanges {
     std::vector<Index> lengths{};  // tokens of half of the sequences, where no more than drawn otherwise; none: no such
     std::vector<DType> dtypes{DType::f64};  // each tensor takes one of them
     bool packed = false;                    // all calls are
+    bool dense = false;                     // so are all tensors
     bool steps = false;                     // draw tokens of several steps, too
     bool tiled = false;                     // draw head orders, too
     bool repeats = false;                   // draw strides of zero, too, of any operand

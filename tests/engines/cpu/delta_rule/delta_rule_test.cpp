@@ -36,6 +36,14 @@ TEST(DeltaFast, ForwardIsRight) {
         call_count(200), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_forward);
 }
 
+TEST(DeltaFast, KeysOfTheirOwnByTiles) {
+    check_calls(call_count(20), draw_own_keys_by_tiles, [](const FastDelta& call, std::uint64_t seed) {
+        Execution execution = fast(seed);
+        execution.bf16_products = Bf16Products::bf16;
+        return judge_results(call, call.forward(call.forward_names(), execution));
+    });
+}
+
 // The CPU's conversion to bf16 makes a number below 2^-126 zero; nothing that is computed from it in f32 shows.
 constexpr double smallest_normal = 0x1p-126;
 

@@ -33,8 +33,8 @@ struct ChunkShape {
         return "rule " + std::to_string(static_cast<int>(name)) + ", gates " + std::to_string(static_cast<int>(gates)) +
                ", n " + std::to_string(n) + ", K " + std::to_string(K) + ", V " + std::to_string(V);
     }
-    bool erases() const { return name != Rule::simple_gla; }
-    bool channel_gate() const { return name == Rule::kda; }
+    bool erases() const { return rule.erases(); }
+    bool channel_gate() const { return rule.has_channel_gate(); }
 };
 
 // Operands of one chunk: keys and queries are normalised beforehand and rounded to their type, so that kernels and

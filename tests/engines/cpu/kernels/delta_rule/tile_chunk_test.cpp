@@ -32,7 +32,7 @@ void check_tile_fold(const ChunkShape& shape) {
                      to_write = static_cast<double>(x->write[i]);
         for (Index m = 0; m < K; ++m) {
             ASSERT_NEAR(to_read * number(x->q + i * x->row, m), read(i, m), limit(std::abs(read(i, m)))) << "q";
-            ASSERT_NEAR(to_erase * number(x->k + i * x->row, m), -erase(i, m), limit(std::abs(erase(i, m)))) << "k";
+            ASSERT_NEAR(to_erase * number(x->p + i * x->row, m), -erase(i, m), limit(std::abs(erase(i, m)))) << "p";
             ASSERT_NEAR(to_write * number(x->written + m * TileChunk::written_row, i), write(i, m),
                         limit(std::abs(write(i, m))))
                 << "written";
@@ -45,6 +45,11 @@ void check_tile_fold(const ChunkShape& shape) {
             const double all = j < tile ? left : left + static_cast<double>(x->own[i * tile_size + j - tile]);
             ASSERT_NEAR(all, -erase_score(i, j), limit(erase_score_size(i, j))) << "erase_score " << i << ", " << j;
         }
+    }
+    for (Index i = n; i < x->rows; ++i) {  // products and U read these, too
+        ASSERT_EQ(x->erase[i], 0.0F) << i;
+        for (Index j = 0; j < x->rows; ++j) ASSERT_EQ(number(x->erase_score + i * TileChunk::score_row, j), 0) << i;
+        for (Index j = 0; j < tile_size; ++j) ASSERT_EQ(x->own[i * tile_size + j], 0.0F) << i << ", " << j;
     }
     // Gates of a channel, together at most 60 here, are summed in f32.
     const double unit = shape.channel_gate() ? 0x1p-16 : 0x1p-18;
@@ -68,7 +73,7 @@ inline void pack_tiles(const Chunk& chunk, const Truth& truth, Scratched<TileChu
         x.beta[i] = static_cast<float>(chunk.call.beta.get(i));
         for (Index m = 0; m < K; ++m) {
             put(x.q + i * x.row, m, read(i, m));
-            put(x.k + i * x.row, m, erase(i, m));
+            put(x.p + i * x.row, m, erase(i, m));
             put(x.written + m * TileChunk::written_row, i, write(i, m));
         }
         const Index tile = i / tile_size * tile_size;
@@ -137,7 +142,9 @@ void for_each_tile_chunk(const Test& test) {
                                                         {Rule::gated_delta_rule, Gates::mild},
                                                         {Rule::gated_delta_rule, Gates::steep},
                                                         {Rule::gated_delta_rule, Gates::wiping},
-                                                        {Rule::kda, Gates::mild}};
+                                                        {Rule::kda, Gates::mild},
+                                                        {Rule::gdn2, Gates::mild},
+                                                        {Rule::dplr, Gates::mild}};
             for (const auto& [name, gates] : kinds)
                 for (const Index n : {5, 16, 31, 33, 48, 64}) {
                     const Index K = n % 2 == 0 ? 32 : 96, V = std::array<Index, 4>{16, 64, 33, 80}[n / 5 % 4];

@@ -3,12 +3,12 @@
 // U where it is written to the state. So no row is rounded again, and tiles read rows that were only copied. Gates of a
 // channel are worked into the rows, factored at the chunk's start.
 //
-//     q, k           [n, K]  A    rows; with gates of a channel q∘e^G, k∘e^G
+//     q, p           [n, K]  A    rows, p is k unless the rule has its own; with gates of a channel q∘e^G, p∘e^E
 //     written        [K, n]  A    kᵀ; with gates of a channel (k∘e^(G_last − G))ᵀ
 //     score          [n, n]  A    tril
 //     erase_score    [n, n]  A    −erase_score left of the tiles on the diagonal,
 //     own            [n, 16] f32  and in these
-//     read, erase, write  [n]     factors of the rows of q S and k S, and of U under kᵀ
+//     read, erase, write  [n]     factors of the rows of q S and p S, and of U under kᵀ
 //
 // n is filled up with zeros to two tiles of rows: products take two by two.
 #pragma once
@@ -21,17 +21,17 @@ inline constexpr Index two_tiles = 2 * tile_size;
 inline constexpr Index most_tile_keys = 256;
 
 // Whether chunks of these heads are folded so; it depends on what memory depends on, and no more. What a chunk does not
-// fit, as steep gates of a channel, goes by the operands of Folded.
+// fit, as steep gates of a channel, goes by the operands of Folded. So does a p beside gates that the channels share.
 template <class P>
 bool fits_tiles(const DeltaHeads& heads) {
-    return P::Tiles::exist && heads.rule.erase == core::Erase::from_decayed_state && !heads.rule.own_p &&
+    return P::Tiles::exist && heads.erases() && (heads.has_channel_gate() || !heads.rule.own_p) &&
            heads.key_size % two_tiles == 0 && heads.key_size <= most_tile_keys;
 }
 
 struct TileChunk {
     Index n = 0, rows = 0;  // rows: n filled up
-    Index keys, row;        // K; words between rows of q and k
-    std::uint32_t *q, *k, *written, *score, *erase_score;
+    Index keys, row;        // K; words between rows of q and p
+    std::uint32_t *q, *p, *written, *score, *erase_score;
     float* own;
     float *read, *erase, *write, *beta;  // [n]
     float* state_decay;                  // [K]
@@ -39,9 +39,9 @@ struct TileChunk {
     static constexpr Index score_row = largest_chunk / 2 + tile_size;
 
     // keys: 0 where no chunk is folded so.
-    TileChunk(Index size, Scratch& scratch) : keys(size), row(size / 2 + tile_size) {
+    TileChunk(Index size, Scratch& scratch) : keys(size), row(row_of(size)) {
         const Index most = size == 0 ? 0 : largest_chunk;
-        for (std::uint32_t** x : {&q, &k}) *x = scratch.take<std::uint32_t>(most * row);
+        for (std::uint32_t** x : {&q, &p}) *x = scratch.take<std::uint32_t>(most * row);
         written = scratch.take<std::uint32_t>(size * written_row);
         for (std::uint32_t** x : {&score, &erase_score}) *x = scratch.take<std::uint32_t>(most * score_row);
         own = scratch.take<float>(most * tile_size);
@@ -49,6 +49,7 @@ struct TileChunk {
         state_decay = scratch.take<float>(size);
     }
 
+    static constexpr Index row_of(Index size) { return size / 2 + tile_size; }
     void set_rows(Index count) { n = count, rows = round_up(count, two_tiles); }
 };
 
@@ -101,6 +102,8 @@ class TileFold {
         pairs_ = scratch.take<float>(2 * rows * pair_row);
         q_factor_ = scratch.take<float>(rows);
         k_factor_ = scratch.take<float>(rows);
+        p_factor_ = heads.rule.own_p ? scratch.take<float>(rows) : k_factor_;
+        k_ = scratch.take<std::uint32_t>(heads.rule.own_p ? rows * TileChunk::row_of(heads.key_size) : 0);
         decayed_ = scratch.take<float>(rows * two_tiles);
         halves_ = scratch.take<std::uint32_t>(rows * tile_size);
     }
@@ -109,8 +112,9 @@ class TileFold {
 
     // Whether the first n rows of a chunk of `rows` are folded so; their gates are loaded and steady.
     bool fits(Index rows, Index n, const GateChunk& gates) const {
-        const bool as_they_lie = heads_.q.column == 1 && heads_.k.column == 1 && heads_.v.column == 1;
-        if (!used_ || rows <= few_rows || !heads_.reads() || !as_they_lie) return false;
+        if (!used_ || rows <= few_rows || !heads_.reads()) return false;
+        for (const DeltaRows* t : {&heads_.q, &heads_.k, &heads_.p, &heads_.v})
+            if (t->data != nullptr && t->column != 1) return false;  // they are read as they lie
         return !heads_.has_channel_gate() || ChannelGates(gates, heads_.key_size).range(-1, n) <= mildest_range;
     }
 
@@ -121,19 +125,24 @@ class TileFold {
             const bool channel = heads_.has_channel_gate();
             if (channel || !is_loaded) {
                 x.set_rows(at.n);
-                const Index key_head = at.head / heads_.group;
-                load_rows(heads_.q, {key_head, at.begin, at.n}, x, x.q, q_factor_);
-                load_rows(heads_.k, {key_head, at.begin, at.n}, x, x.k, k_factor_);
-                if (heads_.l2norm && !(fits_products(x, x.q, q_factor_) && fits_products(x, x.k, k_factor_)))
+                const Tokens rows{at.head / heads_.group, at.begin, at.n};
+                std::uint32_t* k = heads_.rule.own_p ? k_ : x.p;
+                load_rows(heads_.q, rows, x, x.q, q_factor_);
+                load_rows(heads_.k, rows, x, k, k_factor_);
+                if (k != x.p) load_rows(heads_.p, rows, x, x.p, p_factor_);
+                if (heads_.l2norm && !(fits_products(x, x.q, q_factor_) && fits_products(x, k, k_factor_) &&
+                                       fits_products(x, x.p, p_factor_)))
                     return false;
                 for (Index m = 0; m < x.keys; m += two_tiles)
-                    if (channel)
-                        fold_channels(gates, m, x);
-                    else
+                    if (!channel)
                         transpose_keys(m, x);
+                    else if (k == x.p)
+                        fold_channels<false>(rows, gates, m, k, x);
+                    else
+                        fold_channels<true>(rows, gates, m, k, x);
                 multiply_pairs(x.q, x, pairs_);
-                multiply_pairs(x.k, x, pairs_ + largest_chunk * pair_row);
-                if (channel) multiply_short_rows({key_head, at.begin, at.n}, gates);
+                multiply_pairs(x.p, x, pairs_ + largest_chunk * pair_row);
+                if (channel) multiply_short_rows(rows, gates);
             }
             for (Index i = 0; i < x.rows; ++i) x.beta[i] = i < x.n ? gates.beta[i] : 0.0F;
             if (channel)
@@ -196,7 +205,7 @@ class TileFold {
 
     // Channels m … of kᵀ, as B of the pairs of rows and as A of what is written.
     void transpose_keys(Index m, const TileChunk& x) const {
-        const std::uint32_t* k = x.k + m / 2;
+        const std::uint32_t* k = x.p + m / 2;
         for (Index j = 0; j < x.rows; j += W)
             store_transposed([&](Index r) { return load(k + (j + r) * x.row); }, right_ + m / 2 * largest_chunk + j,
                              largest_chunk);
@@ -213,20 +222,26 @@ class TileFold {
 
     // The same with gates of a channel. Their sum in f32 is as exact as it must be here: it is at most mildest_range,
     // and what it becomes is rounded to bf16.
-    void fold_channels(const GateChunk& gates, Index m, const TileChunk& x) const {
+    template <bool own_p>
+    void fold_channels(const Tokens& at, const GateChunk& gates, Index m, const std::uint32_t* k,
+                       const TileChunk& x) const {
         constexpr int vectors = 2;
-        F sum[vectors], up[vectors];
-        for (int c = 0; c < vectors; ++c) sum[c] = splat(0.0F), up[c] = splat(1.0F);
-        for (Index i = 0; i < x.rows; ++i) {
-            std::uint32_t *q = x.q + i * x.row + m / 2, *k = x.k + i * x.row + m / 2;
+        F sum[vectors], up[vectors], down[vectors];
+        for (int c = 0; c < vectors; ++c) sum[c] = splat(0.0F), up[c] = down[c] = splat(1.0F);
+        k += m / 2;
+        for (Index i = 0; i < x.rows; ++i, k += x.row) {
+            std::uint32_t *q = x.q + i * x.row + m / 2, *p = x.p + i * x.row + m / 2;
+            const bool decays = i < x.n && (!own_p || heads_.g.has(at.begin + i));
+            const bool reads = !own_p || heads_.q.has(at.begin + i);
 #pragma GCC unroll 2
             for (int c = 0; c < vectors; ++c) {
-                if (i < x.n) sum[c] = fma(load(gates.g + i * gates.row + m + c * W), splat(log2_e), sum[c]);
-                up[c] = exp2(sum[c]);
-                const F key = load_half(k + c * W / 2);
-                const F decayed = key * exp2(splat(0.0F) - sum[c]);
-                store_bf16(q + c * W / 2, load_half(q + c * W / 2) * up[c]);
-                store_bf16(k + c * W / 2, key * up[c]);
+                const F before = up[c], key = load_half(k + c * W / 2);
+                const F erased = own_p ? load_half(p + c * W / 2) : key;
+                if (decays) sum[c] = fma(load(gates.g + i * gates.row + m + c * W), splat(log2_e), sum[c]);
+                if (!own_p || decays) up[c] = exp2(sum[c]), down[c] = exp2(splat(0.0F) - sum[c]);
+                const F decayed = key * down[c];
+                if (reads) store_bf16(q + c * W / 2, load_half(q + c * W / 2) * up[c]);
+                store_bf16(p + c * W / 2, erased * (own_p && gates.exclusive ? before : up[c]));
                 store_bf16(halves_ + i * tile_size + c * W / 2, decayed);
                 store(decayed_ + i * two_tiles + c * W, decayed);
             }
@@ -306,10 +321,9 @@ class TileFold {
     // Factors of rows that l2norm, scale and β make.
     void make_factors(const TileChunk& x) const {
         for (Index i = 0; i < x.rows; i += W) {
-            const F k = load(k_factor_ + i);
             store(x.read + i, splat(heads_.scale) * load(q_factor_ + i));
-            store(x.erase + i, (splat(0.0F) - load(x.beta + i)) * k);
-            store(x.write + i, k);
+            store(x.erase + i, (splat(0.0F) - load(x.beta + i)) * load(p_factor_ + i));
+            store(x.write + i, load(k_factor_ + i));
         }
     }
 
@@ -368,11 +382,12 @@ class TileFold {
 
     const DeltaHeads& heads_;
     bool used_;
-    std::uint32_t* right_;         // B [K, n]: kᵀ, with gates of a channel (k∘e^−G)ᵀ
-    float* pairs_;                 // [2, n, n] q kᵀ, k kᵀ
-    float *q_factor_, *k_factor_;  // [n]
-    float* decayed_;               // [n, 32] k∘e^−G of some channels,
-    std::uint32_t* halves_;        // and in bf16
+    std::uint32_t* right_;                     // B [K, n]: kᵀ, with gates of a channel (k∘e^−G)ᵀ
+    float* pairs_;                             // [2, n, n] q kᵀ, p kᵀ
+    float *q_factor_, *k_factor_, *p_factor_;  // [n]
+    std::uint32_t* k_;                         // [n, K] rows of k beside those of p
+    float* decayed_;                           // [n, 32] k∘e^−G of some channels,
+    std::uint32_t* halves_;                    // and in bf16
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -1,6 +1,8 @@
 // A folded chunk over a range of value columns: values in, the scan, o out.
 #pragma once
 
+#include <type_traits>
+
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
 #include "engines/cpu/kernels/delta_rule/chunk/states.h"
 #include "engines/cpu/kernels/delta_rule/forward/scan.h"
@@ -53,18 +55,24 @@ class ForwardChunk {
     // The same by matrix tiles.
     void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
                    const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
-        const bool direct =
-            out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size && out.o.steps == 1;
-        const Row first = row_from(out.o, at.head, at.begin, 0);
-        auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
-        if (direct)
+        const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
+        const auto run_direct = [&](auto in_steps) {  // known when compiled: rules of one step do not ask for each row
+            const Row first = row_at(out.o, at.head, in_steps ? 0 : at.begin, 1);
+            auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
             tiles_.run(
                 at, x, part, state,
                 [&](Index i, Index c, Index width, const auto& sums) {
+                    if (in_steps && !out.o.has(at.begin + i)) return;
+                    const Index row = in_steps ? (at.begin + i) / out.o.steps : i;
                     for (Index m = 0; m < width; m += W)
-                        store_bf16(reinterpret_cast<std::uint32_t*>(o + i * out.o.row + c + m), sums(m));
+                        store_bf16(reinterpret_cast<std::uint32_t*>(o + row * out.o.row + c + m), sums(m));
                 },
                 ahead, writes);
+        };
+        if (direct && out.o.steps == 1)
+            run_direct(std::false_type{});
+        else if (direct)
+            run_direct(std::true_type{});
         else
             tiles_.run(
                 at, x, part, state,

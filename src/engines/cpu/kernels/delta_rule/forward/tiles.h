@@ -1,5 +1,5 @@
 // The scan of a chunk (scan.h) by matrix tiles, for what TileFold has folded: a few panels of value columns at once
-//     P  = k S                                           all rows at once, two by two tiles
+//     P  = p S                                           all rows at once, two by two tiles
 //     U  = β∘v + erase∘P − erase_score U                 row tile by row tile: substitution in registers
 //     o  = read∘(q S) + score U
 //     S' = state_decay∘S + kᵀ (write∘U)
@@ -88,7 +88,7 @@ class TileScan {
                     store_two_by_two<Tiles, vectors>(out + p * panel_size + i * width, width);
                 }
         };
-        multiply_rows(x.k, erased_);
+        multiply_rows(x.p, erased_);
         multiply_rows(x.q, read_);
         for (Index t = 0; t < x.rows / tile_size; ++t) {
             ahead.next(lines_);
@@ -216,7 +216,7 @@ class TileScan {
     Index columns_, lines_ = 0;
     bool is_copied_;                            // rows of v, which end within a vector
     const std::uint16_t* rows_[largest_chunk];  // of v
-    float* erased_;                             // [panels][n, width] k S, then score U
+    float* erased_;                             // [panels][n, width] p S, then score U
     float* read_;                               // [panels][n, width] q S
     float* above_;                              // [panels][16, width] −erase_score U
     float* update_;                             // [2][32, width]
