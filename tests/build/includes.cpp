@@ -55,7 +55,7 @@ const std::vector<Rule> rules = {
     // Kernels in layers, each of which sees those above it in this list.
     {SIMD, {"std", "src/core", "xsimd", "immintrin.h", "arm_neon.h", ""}},  // "": a macro, which names the level's file
     {GEMM, {"std", "src/core", SIMD, RANGE, QUANTISED}},
-    {ATTENTION, {"std", "src/core", GEMM, SIMD, SCRATCH, QUANTISED, ISA_UNIT}},
+    {ATTENTION, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH, QUANTISED, ISA_UNIT}},
     {DELTA_RULE, {"std", "src/core", GEMM, SIMD, SCRATCH, ISA_UNIT}},
     {LAYER, {"std", "src/core", GEMM, SIMD, RANGE, SCRATCH, ISA_UNIT}},
     {"src/engines/cpu/kernels", {"std", "src/core", ATTENTION, DELTA_RULE, LAYER, GEMM, SIMD}},
