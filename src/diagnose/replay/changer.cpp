@@ -10,10 +10,6 @@ namespace {
 
 constexpr Index tail_tile = 16, tile = 64;
 
-double to_bf16_and_back(double x) {
-    return static_cast<double>(core::to_float(core::to_bf16(x)));
-}
-
 // Row i is what row i + by should be; at the border, the row that is there.
 template <class M>
 void shift_rows(M&& x, Index by) {
@@ -51,6 +47,10 @@ void change_rows(Change change, M&& x, bool may_shift = true) {
 }
 
 }  // namespace
+
+double to_bf16_and_back(double x) {
+    return static_cast<double>(core::to_float(core::to_bf16(x)));
+}
 
 double factor_of(Change change, double scale, double group) {
     switch (change) {

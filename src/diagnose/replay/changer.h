@@ -9,6 +9,8 @@
 
 namespace softdelta::diagnose {
 
+double to_bf16_and_back(double x);
+
 // What a change multiplies a place by: 1 where it is no number.
 double factor_of(Change change, double scale, double group);
 

@@ -19,10 +19,6 @@ Vector state_decay(const DeltaKernel& kernel, const char* place, const DeltaOper
     return decay_rows(kernel.at.exponents(place, times * in.G.bottomRows(1)), in.k.cols()).transpose();
 }
 
-double to_bf16_and_back(double x) {
-    return static_cast<double>(core::to_float(core::to_bf16(x)));
-}
-
 void solve(const DeltaKernel& kernel, const DeltaOperands& in, DeltaForward& out) {
     const Index n = in.k.rows();
     Changer& at = kernel.at;
