@@ -101,22 +101,22 @@ std::vector<Change> changes_of(Kind kind) {
     };
     const Changes factors = {C::missing,    C::doubled,   C::halved,   C::negated,     C::times_scale,
                              C::over_scale, C::times_ln2, C::over_ln2, C::times_group, C::over_group},
-                  rows_written = {C::row_before,    C::row_after,      C::tail_lost,      C::first_row_lost,
-                                  C::last_row_lost, C::last_warp_lost, C::last_of_16_lost},
-                  rows = {C::row_before,    C::row_after,      C::tail_lost,       C::first_row_lost,
-                          C::last_row_lost, C::last_warp_lost, C::last_of_16_lost, C::stale};
+                  rows = {C::row_before,    C::row_after,      C::tail_lost,      C::first_row_lost,
+                          C::last_row_lost, C::last_warp_lost, C::last_of_16_lost},
+                  decays = {C::undecayed, C::twice, C::base_2, C::base_over_ln2},
+                  neighbours = {C::decay_of_row_before, C::decay_of_row_after};
     switch (kind) {
         case Kind::rows:
-            add(factors), add(rows);
+            add(factors), add(rows), add({C::stale});
             break;
         case Kind::by_beta:
-            add(factors), add({C::times_beta, C::over_beta}), add(rows);
+            add(factors), add({C::times_beta, C::over_beta}), add(rows), add({C::stale});
             break;
         case Kind::beta:
-            add(factors), add({C::times_beta}), add(rows), add({C::one, C::squashed});
+            add(factors), add({C::times_beta}), add(rows), add({C::stale, C::one, C::squashed});
             break;
         case Kind::gates:
-            add(factors), add(rows_written), add({C::cumulated});
+            add(factors), add(rows), add({C::cumulated});
             break;
         case Kind::square:
             add(factors), add({C::times_beta, C::over_beta, C::transposed, C::without_diagonal, C::unmasked, C::stale});
@@ -131,15 +131,14 @@ std::vector<Change> changes_of(Kind kind) {
             add(factors), add({C::transposed, C::stale, C::bf16});
             break;
         case Kind::exponents:
-            add({C::undecayed, C::twice, C::base_2, C::base_over_ln2, C::decay_of_row_before, C::decay_of_row_after});
+            add(decays), add(neighbours);
             break;
         case Kind::last:
         case Kind::decay:
-            add({C::undecayed, C::twice, C::base_2, C::base_over_ln2});
+            add(decays);
             break;
         case Kind::sums:
-            add({C::undecayed, C::twice, C::base_2, C::base_over_ln2, C::decay_of_row_before, C::decay_of_row_after,
-                 C::unsummed, C::summed_by_tile});
+            add(decays), add(neighbours), add({C::unsummed, C::summed_by_tile});
             break;
         case Kind::factor:
         case Kind::written_number:
@@ -162,7 +161,7 @@ std::vector<Change> changes_of(Kind kind) {
             add({C::missing, C::always});
             break;
         case Kind::written:
-            add(factors), add(rows_written), add({C::head_before, C::first_head});
+            add(factors), add(rows), add({C::head_before, C::first_head});
             break;
         case Kind::written_state:
             add(factors), add({C::transposed, C::bf16, C::head_before, C::first_head, C::first_sequence});

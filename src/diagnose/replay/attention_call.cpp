@@ -33,7 +33,7 @@ Matrix key_rows(const io::Call& call, const Dense& t, const AttentionPlace& at, 
 
 // As a tensor's type holds it.
 double stored(const Tensor& like, double x) {
-    if (like.dtype() == DType::bf16) return static_cast<double>(core::to_float(core::to_bf16(x)));
+    if (like.dtype() == DType::bf16) return to_bf16_and_back(x);
     if (like.dtype() == DType::f16) return static_cast<double>(core::to_float(core::to_f16(x)));
     return like.dtype() == DType::f32 ? static_cast<double>(static_cast<float>(x)) : x;
 }
