@@ -1,14 +1,14 @@
 // GGML_OP_GATED_DELTA_NET, shapes as ggml writes them, fastest first: q, k [S, Hk, T, N'], v [S, H, T, N], g [1 or S,
 // H, T, N], beta [1, H, T, N], state [S, S, H, N]. The result holds o [S, H, T, N] and then `slots` states [S, S, H, N]
-// (slots.h).
+// (delta_rule.h).
 //
 // ggml gives value head h the keys of head h mod Hk, which the library calls tiled.
 #include <softdelta/softdelta.h>
 
 #include <cmath>
 
+#include "operations/delta_rule.h"
 #include "operations/operations.h"
-#include "operations/slots.h"
 #include "operations/thresholds.h"
 #include "operations/view.h"
 
@@ -81,11 +81,7 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     options.scale = 1 / std::sqrt(static_cast<float>(s));
     options.head_order = SOFTDELTA_HEAD_ORDER_TILED;
     options.state_v_first = 1;  // ggml keeps the state transposed: row j is column j of S
-    softdelta_execution execution = softdelta_execution_default();
-    execution.threads = threads;
-    softdelta_delta_outputs out = {sizeof(softdelta_delta_outputs), o.out(), final.out(), nullptr, nullptr};
-    if (softdelta_delta_forward(&in, &out, &options, &execution) == SOFTDELTA_OK) return "";
-    return softdelta_last_error();
+    return delta_forward(in, o.out(), final.out(), options, threads);
 }
 
 // In one call, or in steps of a few where tokens are few in all.

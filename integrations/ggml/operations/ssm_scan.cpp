@@ -1,6 +1,6 @@
 // GGML_OP_SSM_SCAN in Mamba-2's form, a decay per head. Shapes as ggml writes them, fastest first: states [K, V, H,
 // pool], x [V, H, T, N], dt [H, T, N], A [1, H], B and C [K, G, T, N], ids [N]: where in the pool a sequence begins.
-// The result holds y [V, H, T, N] and then `slots` states [K, V, H, N] (slots.h).
+// The result holds y [V, H, T, N] and then `slots` states [K, V, H, N] (delta_rule.h).
 //
 // It is simple_gla: q = C, k = B, d = softplus(dt), v = d·x, g = d·A.
 #include <softdelta/softdelta.h>
@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "operations/delta_rule.h"
 #include "operations/operations.h"
-#include "operations/slots.h"
 #include "operations/thresholds.h"
 #include "operations/view.h"
 
@@ -115,11 +115,7 @@ std::string run(const Node& op, std::int64_t begin, std::int64_t count, const St
     softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_SIMPLE_GLA);
     options.scale = 1;
     options.state_v_first = 1;
-    softdelta_execution execution = softdelta_execution_default();
-    execution.threads = resources.threads;
-    softdelta_delta_outputs out = {sizeof(softdelta_delta_outputs), o.out(), final.out(), nullptr, nullptr};
-    if (softdelta_delta_forward(&in, &out, &options, &execution) == SOFTDELTA_OK) return "";
-    return softdelta_last_error();
+    return delta_forward(in, o.out(), final.out(), options, resources.threads);
 }
 
 }  // namespace
