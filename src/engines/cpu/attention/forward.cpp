@@ -19,10 +19,27 @@ namespace softdelta::cpu {
 
 namespace {
 
-// The heads of a unit of decode. Those that it has not are left as they are: clearing them took longer than their work.
-union UnitHeads {
-    UnitHeads() {}
-    kernels::AttentionHead head[thresholds::most_unit_heads];
+// The heads of a worker's units of decode. Each is made once, for a call of many short sequences would spend more time
+// on that than on their keys.
+class UnitHeads {
+  public:
+    UnitHeads() {}  // not "= default": that would clear all of them
+
+    // `count` heads of a sequence from key head hk on.
+    const kernels::AttentionHead* place(const AttentionHeads& heads, const core::AttentionSequence& s, Index hk,
+                                        Index count) {
+        for (; made_ < count; ++made_) new (memory_.head + made_) kernels::AttentionHead(heads.decode_head());
+        const AttentionOutline sizes = heads.outline(s);
+        for (Index i = 0; i < count; ++i) heads.place(memory_.head[i], s, sizes, hk + i);
+        return memory_.head;
+    }
+
+  private:
+    union Memory {
+        Memory() {}
+        kernels::AttentionHead head[thresholds::most_unit_heads];
+    } memory_;
+    Index made_ = 0;
 };
 
 class Forward {
@@ -73,10 +90,10 @@ class Forward {
         for (Index first = 0; slots_ > 0 && first < heads(); first += slots_)
             share_heads(first, std::min(first + slots_, heads()));
         core::parallel_units(plan_.team(), ends_[2 * sequences - 1], [&](int thread) {
-            return [&, scratch = thread_memory(thread)](Index unit) {
-                const Index place = std::upper_bound(ends_, ends_ + 2 * sequences, unit) - ends_;
+            return [&, scratch = thread_memory(thread), place = Index{0}, group = UnitHeads()](Index unit) mutable {
+                while (ends_[place] <= unit) ++place;  // a worker's units ascend
                 unit -= begin(place);
-                place < sequences ? block(place, unit, scratch) : range(place - sequences, unit, scratch);
+                place < sequences ? block(place, unit, scratch) : range(place - sequences, unit, scratch, group);
             };
         });
         if (!plan_.combines()) return;
@@ -110,13 +127,15 @@ class Forward {
     // place only.
     void place_units() {
         const Index sequences = heads_.sequences();
-        for (Index n = 0; n < sequences; ++n) cuts_[n] = plan_.cut(heads_.outline(n));
-        for (Index place = 0, rows = 0; place < 2 * sequences; ++place) {
-            const AttentionCut& cut = cuts_[place % sequences];
-            const bool has_units = cut.by_keys ? place >= sequences : place < sequences && slots_ == 0;
-            ends_[place] = begin(place) + (has_units ? plan_.units(cut) : 0);
-            if (place < sequences) continue;
-            partial_rows_[place - sequences] = rows;
+        Index end = 0, rows = 0;
+        for (Index n = 0; n < sequences; ++n) {
+            cuts_[n] = plan_.cut(heads_.outline(n));
+            ends_[n] = end += cuts_[n].by_keys || slots_ > 0 ? 0 : plan_.units(cuts_[n]);
+        }
+        for (Index n = 0; n < sequences; ++n) {
+            const AttentionCut& cut = cuts_[n];
+            partial_rows_[n] = rows;
+            ends_[sequences + n] = end += cut.by_keys ? plan_.units(cut) : 0;
             rows += cut.by_keys ? cut.pieces * cut.rows : 0;
         }
     }
@@ -176,19 +195,18 @@ class Forward {
     Index heads() const { return heads_.sequences() * heads_.key_heads(); }
 
     // A unit is a range of keys of several heads: their keys are neighbours in memory.
-    void range(Index n, Index unit, std::byte* scratch) const {
+    void range(Index n, Index unit, std::byte* scratch, UnitHeads& unit_heads) const {
         const AttentionCut& cut = cuts_[n];
-        const Index hk = unit % plan_.key_groups() * plan_.unit_heads(), part = unit / plan_.key_groups();
+        const Index part = unit < plan_.key_groups() ? 0 : unit / plan_.key_groups();
+        const Index hk = (unit - part * plan_.key_groups()) * plan_.unit_heads();
         const Index heads = std::min(plan_.unit_heads(), heads_.key_heads() - hk);
         const Index first = cut.first + part * cut.size, last = first + cut.size;
         const core::AttentionSequence s = heads_.sequence(n);
         if (cut.decode) {
-            UnitHeads group;
-            for (Index i = 0; i < heads; ++i)
-                new (group.head + i) kernels::AttentionHead(heads_.decode_head(s, hk + i));
-            table_.attention_decode->run(group.head, heads, first, std::min(last, group.head->keys), scratch,
+            const kernels::AttentionHead* group = unit_heads.place(heads_, s, hk, heads);
+            table_.attention_decode->run(group, heads, first, std::min(last, group->keys), scratch,
                                          partial(n, part, hk), head_floats(cut.rows));
-            for (Index i = 0; cut.pieces == 1 && i < heads; ++i) combine(n, s, group.head[i], hk + i);
+            for (Index i = 0; cut.pieces == 1 && i < heads; ++i) combine(n, s, group[i], hk + i);
             return;
         }
         for (Index h = hk; h < hk + heads; ++h) {

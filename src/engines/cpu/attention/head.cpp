@@ -10,9 +10,6 @@ namespace softdelta::cpu {
 
 namespace {
 
-// Farther than any key; small enough to be added to positions.
-constexpr Index unbounded = Index{1} << 60;
-
 void* at(const Tensor& t, Index offset) {
     return static_cast<std::byte*>(t.data) + offset * static_cast<Index>(core::size_of(t.dtype));
 }
@@ -50,7 +47,10 @@ float empty_lse(core::EmptyRow value) {
 
 AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::AttentionOptions& options,
                                const core::Execution& execution, const kernels::Table& table, const Tensor* d_o)
-    : in_(in), options_(options) {
+    : in_(in), options_(options), ends_meet_(options.causal != core::Causal::top_left) {
+    const auto reach = [](Index window) { return window < 0 ? 2 * unbounded : std::min(window, unbounded); };
+    left_ = -reach(options.window_left);
+    right_ = std::min(reach(options.window_right), options.causal == core::Causal::none ? 2 * unbounded : 0);
     const auto bf16 = [](const Tensor& t) { return t.dtype == core::DType::bf16; };
     const bool all_bf16 = bf16(in.q) && bf16(in.k) && bf16(in.v) && (d_o == nullptr || bf16(*d_o));
     decode_bf16_products_ =
@@ -120,17 +120,8 @@ kernels::Plane AttentionHeads::head_values(const Tensor& t, Index key_head) cons
     return {.data = at(t, key_head * group() * t.stride[0]), .dtype = t.dtype, .head = t.stride[0]};
 }
 
-AttentionOutline AttentionHeads::outline(const core::AttentionSequence& s) const {
-    const Index diagonal = options_.shift + (options_.causal == core::Causal::top_left ? 0 : s.k_count - s.q_count);
-    const Index left = options_.window_left < 0 ? -unbounded : diagonal - std::min(options_.window_left, unbounded);
-    Index right = options_.causal == core::Causal::none ? unbounded : diagonal;
-    if (options_.window_right >= 0) right = std::min(right, diagonal + std::min(options_.window_right, unbounded));
-    return {s.q_count, s.k_count, common_.group, left, right, options_.top_w};
-}
-
-kernels::AttentionHead AttentionHeads::head(const core::AttentionSequence& s, Index key_head) const {
-    kernels::AttentionHead head = common_;
-    const AttentionOutline sizes = outline(s);
+void AttentionHeads::place(kernels::AttentionHead& head, const core::AttentionSequence& s,
+                           const AttentionOutline& sizes, Index key_head) const {
     head.queries = sizes.queries;
     head.keys = sizes.keys;
     head.left = sizes.left;
@@ -143,11 +134,10 @@ kernels::AttentionHead AttentionHeads::head(const core::AttentionSequence& s, In
     if (in_.sink) head.sink = head_values(in_.sink, key_head);
     if (in_.bias_slopes) head.bias_slope = head_values(in_.bias_slopes, key_head);
     if (in_.alibi_slopes) head.alibi_slope = head_values(in_.alibi_slopes, key_head);
-    return head;
 }
 
-kernels::AttentionHead AttentionHeads::decode_head(const core::AttentionSequence& s, Index key_head) const {
-    kernels::AttentionHead decoded = head(s, key_head);
+kernels::AttentionHead AttentionHeads::decode_head() const {
+    kernels::AttentionHead decoded = common_;
     decoded.bf16_products = decode_bf16_products_;
     return decoded;
 }

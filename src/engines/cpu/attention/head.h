@@ -1,6 +1,8 @@
 // One key head of one sequence of a call, as the kernels see it.
 #pragma once
 
+#include <algorithm>
+
 #include "core/attention.h"
 #include "core/execution.h"
 #include "engines/cpu/kernels/table.h"
@@ -28,12 +30,28 @@ class AttentionHeads {
     Index most_rows() const { return longest_queries_ * group(); }  // rows of a head
 
     core::AttentionSequence sequence(Index n) const { return core::sequence(in_, n); }
-    AttentionOutline outline(const core::AttentionSequence& s) const;
+    AttentionOutline outline(const core::AttentionSequence& s) const {
+        const Index diagonal = options_.shift + (ends_meet_ ? s.k_count - s.q_count : 0);
+        return {s.q_count,
+                s.k_count,
+                common_.group,
+                std::max(diagonal + left_, -unbounded),
+                std::min(diagonal + right_, unbounded),
+                options_.top_w};
+    }
     AttentionOutline outline(Index n) const { return outline(sequence(n)); }
-    kernels::AttentionHead head(const core::AttentionSequence& s, Index key_head) const;
+    kernels::AttentionHead head(const core::AttentionSequence& s, Index key_head) const {
+        kernels::AttentionHead head = common_;
+        place(head, s, outline(s), key_head);
+        return head;
+    }
     kernels::AttentionHead head(Index n, Index key_head) const { return head(sequence(n), key_head); }
-    // The same for the decode kernel: it reads pairs of bf16 where they lie, so that pairs cost nothing to make.
-    kernels::AttentionHead decode_head(const core::AttentionSequence& s, Index key_head) const;
+    // What all heads of the decode kernel have: it reads pairs of bf16 where they lie, so that pairs cost nothing to
+    // make.
+    kernels::AttentionHead decode_head() const;
+    // Makes one of them, or the head of another sequence, that of this sequence.
+    void place(kernels::AttentionHead& head, const core::AttentionSequence& s, const AttentionOutline& sizes,
+               Index key_head) const;
 
     // A head with the most rows and keys of any: for what depends on sizes alone.
     kernels::AttentionHead largest() const;
@@ -58,6 +76,9 @@ class AttentionHeads {
     const core::AttentionOptions& options_;
     kernels::AttentionHead common_;  // what all heads have: a call of many short sequences makes one after the other
     bool decode_bf16_products_;
+    static constexpr Index unbounded = Index{1} << 60;  // farther than any key; small enough to be added to positions
+    bool ends_meet_;      // on the diagonal the last query has the last key, else the first the first
+    Index left_, right_;  // from the diagonal to the first and the last key that a query sees
     Index longest_queries_ = 0, longest_keys_ = 0;
 };
 

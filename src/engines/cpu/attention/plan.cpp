@@ -25,32 +25,35 @@ AttentionPlan::AttentionPlan(const AttentionHeads& heads, const kernels::Table& 
     : key_heads_(heads.key_heads()),
       key_groups_(ceil_divide(key_heads_, thresholds::most_unit_heads)),
       unit_heads_(ceil_divide(key_heads_, key_groups_)),
+      parts_(key_groups_ >= thresholds::range_units ? 1 : ceil_divide(2 * thresholds::range_units, key_groups_)),
       decode_rows_(table.attention_decode->most_rows),
       tile_rows_(table.attention_forward->tile_rows(heads.largest().bf16_products)) {
-    choose_block_rows(heads, *table.attention_forward, core::all_threads(threads));
-    count(heads, table, threads);
+    const Counts counts = choose_block_rows(heads, *table.attention_forward, core::all_threads(threads));
+    partial_rows_ = counts.partial_rows;
+    combines_ = counts.combines;
+    has_blocks_ = counts.blocks > 0;
+    const Index combinations = combines_ ? heads.sequences() * key_heads_ : 0;
+    team_ = core::Team(threads, std::max(counts.blocks + counts.ranges, combinations));
+    kernels::AttentionHead head = heads.largest();
+    std::size_t scratch = counts.rows > 0 ? table.attention_forward->scratch(head, counts.rows) : 0;
+    if (counts.decoded_rows > 0) {
+        head.queries = counts.decoded_rows / head.group;
+        scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
+    }
+    thread_bytes_ = whole_pages(scratch);
 }
 
 // Keys of a range of so many: short enough to give the threads of one sequence enough units. More sequences would do
 // with longer ones, but then neighbours would change a sequence's bits.
 Index AttentionPlan::range(Index keys) const {
-    const Index parts =
-        key_groups_ >= thresholds::range_units ? 1 : ceil_divide(2 * thresholds::range_units, key_groups_);
+    if (keys <= thresholds::shortest_range) return thresholds::shortest_range;
     return std::max(thresholds::shortest_range,
-                    ceil_divide(ceil_divide(keys, parts), thresholds::range_step) * thresholds::range_step);
+                    ceil_divide(ceil_divide(keys, parts_), thresholds::range_step) * thresholds::range_step);
 }
 
 // Chooses the rows of a block: as many as the kernel takes, unless that gives too few units for the threads.
-void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel,
-                                      Index threads) {
-    const auto blocks = [&] {
-        Index units_of_all = 0;
-        for (Index n = 0; n < heads.sequences(); ++n) {
-            const AttentionCut c = cut(heads.outline(n));
-            if (!c.by_keys) units_of_all += units(c);
-        }
-        return units_of_all;
-    };
+AttentionPlan::Counts AttentionPlan::choose_block_rows(const AttentionHeads& heads,
+                                                       const kernels::AttentionForward& kernel, Index threads) {
     const bool shared = kernel.packed_keys(heads.largest()) > 0;
     block_rows_ = shared ? std::min(kernel.block_rows, thresholds::sharing_block) : kernel.block_rows;
     const auto wanted = [&] {
@@ -58,8 +61,27 @@ void AttentionPlan::choose_block_rows(const AttentionHeads& heads, const kernels
         const bool is_short = block_rows_ <= thresholds::short_block;
         return (is_short ? thresholds::short_blocks_of_thread : thresholds::blocks_of_thread) * threads;
     };
-    for (Index n = blocks(); n > 0 && n < wanted() && block_rows_ > thresholds::block_step; n = blocks())
+    Counts counts = count(heads);
+    while (counts.blocks > 0 && counts.blocks < wanted() && block_rows_ > thresholds::block_step) {
         block_rows_ -= thresholds::block_step;
+        counts = count(heads);
+    }
+    return counts;
+}
+
+AttentionPlan::Counts AttentionPlan::count(const AttentionHeads& heads) const {
+    Counts all;
+    for (Index n = 0; n < heads.sequences(); ++n) {
+        const AttentionCut c = cut(heads.outline(n));
+        (c.by_keys ? all.ranges : all.blocks) += units(c);
+        if (c.by_keys) {
+            all.partial_rows += c.pieces * c.rows;
+            all.combines = all.combines || c.pieces > 1;
+        }
+        Index& most = c.decode ? all.decoded_rows : all.rows;
+        most = std::max(most, c.by_keys ? c.rows : c.size);
+    }
+    return all;
 }
 
 AttentionCut AttentionPlan::cut(const AttentionOutline& outline) const {
@@ -68,7 +90,7 @@ AttentionCut AttentionPlan::cut(const AttentionOutline& outline) const {
     const kernels::Range packed{seen.begin / kernels::AttentionForward::key_step * kernels::AttentionForward::key_step,
                                 seen.end};
     if (rows > 0 && rows <= thresholds::decode_rows) {
-        const Index keys = range(seen.count()), ranges = std::max<Index>(1, ceil_divide(seen.count(), keys));
+        const Index keys = range(seen.count()), ranges = seen.count() <= keys ? 1 : ceil_divide(seen.count(), keys);
         const bool decode = rows <= decode_rows_ && outline.top_w < 0;
         if (decode || ranges > 1) return {true, decode, ranges, keys, seen.begin, rows, packed};
     }
@@ -81,9 +103,7 @@ AttentionCut AttentionPlan::cut(const AttentionOutline& outline) const {
 AttentionPlan::Bound AttentionPlan::bound(kernels::AttentionHead head, const kernels::Table& table,
                                           const core::Limits& limits) const {
     const Index rows = limits.tokens * head.group;
-    const Index parts =
-        key_groups_ >= thresholds::range_units ? 1 : ceil_divide(2 * thresholds::range_units, key_groups_);
-    const Index ranges = std::clamp<Index>(ceil_divide(limits.keys, thresholds::shortest_range), 1, parts);
+    const Index ranges = std::clamp<Index>(ceil_divide(limits.keys, thresholds::shortest_range), 1, parts_);
     const Index few = std::min(rows, limits.sequences * thresholds::decode_rows);
     head.queries = limits.tokens;
     head.keys = limits.keys;
@@ -96,30 +116,6 @@ AttentionPlan::Bound AttentionPlan::bound(kernels::AttentionHead head, const ker
         scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
     }
     return {ranges * few, whole_pages(scratch)};
-}
-
-void AttentionPlan::count(const AttentionHeads& heads, const kernels::Table& table, int threads) {
-    Index all_units = 0, rows = 0, decoded_rows = 0;
-    for (Index n = 0; n < heads.sequences(); ++n) {
-        const AttentionCut c = cut(heads.outline(n));
-        all_units += units(c);
-        if (c.by_keys) {
-            partial_rows_ += c.pieces * c.rows;
-            combines_ = combines_ || c.pieces > 1;
-        }
-        has_blocks_ = has_blocks_ || (!c.by_keys && c.rows > 0);
-        Index& most = c.decode ? decoded_rows : rows;
-        most = std::max(most, c.by_keys ? c.rows : c.size);
-    }
-    if (combines_) all_units = std::max(all_units, heads.sequences() * key_heads_);  // combinations
-    team_ = core::Team(threads, all_units);
-    kernels::AttentionHead head = heads.largest();
-    std::size_t scratch = rows > 0 ? table.attention_forward->scratch(head, rows) : 0;
-    if (decoded_rows > 0) {
-        head.queries = decoded_rows / head.group;
-        scratch = std::max(scratch, table.attention_decode->scratch(head, unit_heads_));
-    }
-    thread_bytes_ = whole_pages(scratch);
 }
 
 }  // namespace softdelta::cpu

@@ -52,10 +52,18 @@ class AttentionPlan {
 
   private:
     Index range(Index keys) const;
-    void choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel, Index threads);
-    void count(const AttentionHeads& heads, const kernels::Table& table, int threads);
+    // Of all sequences: units, and the most rows of one.
+    struct Counts {
+        Index blocks = 0, ranges = 0;
+        Index rows = 0, decoded_rows = 0;
+        Index partial_rows = 0;
+        bool combines = false;
+    };
+    Counts choose_block_rows(const AttentionHeads& heads, const kernels::AttentionForward& kernel, Index threads);
+    Counts count(const AttentionHeads& heads) const;
 
     Index key_heads_, key_groups_, unit_heads_;
+    Index parts_;           // ranges of a sequence, at most
     Index decode_rows_;     // most rows for the decode kernel
     Index block_rows_ = 0;  // at most
     Index tile_rows_;       // a block's rows are a multiple of them

@@ -37,7 +37,8 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
     : in_(in), options_(options) {
     const auto bf16 = [](const Tensor& t) { return !t || t.dtype == core::DType::bf16; };
     common_.bf16_products = bf16(in.q) && bf16(in.k) && bf16(in.p) && bf16(in.v) && use_bf16_products(execution, table);
-    for (Index n = 0; n < sequences(); ++n) common_.tokens = std::max(common_.tokens, tokens(n));
+    const Index lengths = in.cu_seqlens ? sequences() : std::min<Index>(sequences(), 1);
+    for (Index n = 0; n < lengths; ++n) common_.tokens = std::max(common_.tokens, tokens(n));
     common_.rule = options.rule;
     common_.group = group();
     common_.key_size = in.k.shape[3];
@@ -53,6 +54,8 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
     common_.v = rows_like(in.v, value_head_step(), Of::steps);
     common_.g = rows_like(in.g, value_head_step(), Of::first_steps);
     common_.beta = rows_like(in.beta, value_head_step(), Of::steps);
+    common_.initial_state = states(in.initial_state, 0, 0);
+    common_.initial_state.data = nullptr;
 }
 
 kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
@@ -83,6 +86,10 @@ kernels::DeltaStates DeltaCall::states(const Tensor& t, Index first, Index h) co
             t.stride[rank - 2 + key],
             t.stride[rank - 1 - key],
             t.stride[rank - 4]};
+}
+
+void DeltaCall::place(kernels::DeltaStates& states, const Tensor& t, Index entry, Index h) const {
+    if (t) states.data = entry < 0 ? nullptr : at(t, t.offset({entry}) + first_value_head(h) * t.stride[1]);
 }
 
 Index DeltaCall::unit_key_heads() const {
@@ -130,8 +137,7 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
     return of;
 }
 
-kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Index count) const {
-    kernels::DeltaHeads heads = largest(count);
+void DeltaCall::place(kernels::DeltaHeads& heads, const core::DeltaSequence& s, Index h) const {
     heads.tokens = s.count * options_.steps;
     const Index hv = first_value_head(h);
     place(heads.q, in_.q, s, h);
@@ -143,8 +149,20 @@ kernels::DeltaHeads DeltaCall::heads(const core::DeltaSequence& s, Index h, Inde
     if (in_.g_gamma) heads.g_gamma = parameters(in_.g_gamma, h, 1);
     if (in_.A_log) heads.A_log = parameters(in_.A_log, h, 1);
     if (in_.dt_bias) heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
-    if (s.state >= 0) heads.initial_state = states(in_.initial_state, in_.initial_state.offset({s.state}), h);
-    return heads;
+    place(heads.initial_state, in_.initial_state, s.state, h);
+}
+
+kernels::DeltaOutput DeltaCall::step_output(const core::DeltaOutputs& out) const {
+    kernels::DeltaOutput output;
+    output.o = rows_like(out.o, value_head_step(), Of::last_steps);
+    output.final_state = states(out.final_state, 0, 0);
+    return output;
+}
+
+void DeltaCall::place(kernels::DeltaOutput& output, const core::DeltaOutputs& out, const core::DeltaSequence& s,
+                      Index h) const {
+    place(output.o, out.o, s, first_value_head(h));
+    place(output.final_state, out.final_state, s.final_state, h);
 }
 
 kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequence, Index h) const {
@@ -165,9 +183,8 @@ kernels::DeltaOutput DeltaCall::output(const core::DeltaOutputs& out, Index sequ
 }
 
 DeltaCall::StepForm DeltaCall::step_form(const core::DeltaOutputs& out) const {
-    StepForm form{largest(1), {}, states(in_.initial_state, 0, 0).data, states(out.final_state, 0, 0).data};
-    form.heads.initial_state = states(in_.initial_state, 0, 0);
-    form.output.final_state = states(out.final_state, 0, 0);
+    StepForm form{largest(1), step_output(out), states(in_.initial_state, 0, 0).data,
+                  states(out.final_state, 0, 0).data};
     form.output.u = value_rows(out.u, {}, 0);
     return form;
 }
@@ -181,20 +198,28 @@ bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutpu
     return kernel.fits(form.heads, form.output);
 }
 
-bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const {
+bool DeltaCall::is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out,
+                        const core::DeltaSequence& s) const {
     StepForm form = step_form(out);
-    return is_step(kernel, out, form, core::sequence(in_, sequence));
+    return is_step(kernel, out, form, s);
 }
 
 DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out) const {
     Steps steps;
     StepForm form = step_form(out);
+    core::DeltaSequence before{};
+    bool fits = false;
     for (Index n = 0; n < sequences(); ++n) {
         const core::DeltaSequence s = core::sequence(in_, n);
-        if (is_step(kernel, out, form, s))
+        if (s.is_padding) continue;
+        const bool alike = s.count == before.count && (s.state < 0) == (before.state < 0) &&
+                           (s.final_state < 0) == (before.final_state < 0);
+        if (!alike) fits = is_step(kernel, out, form, s);
+        before = s;
+        if (fits)
             steps.most_tokens = std::max(steps.most_tokens, s.count * options_.steps);
         else
-            steps.all = steps.all && s.is_padding;
+            steps.all = false;
     }
     return steps;
 }

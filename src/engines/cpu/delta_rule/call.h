@@ -16,6 +16,7 @@ class DeltaCall {
               const kernels::Table& table);
 
     Index sequences() const { return core::sequence_count(in_); }
+    core::DeltaSequence sequence(Index n) const { return core::sequence(in_, n); }
     // Of a sequence, or where a token has several steps their rows: kernels take each for a token.
     Index tokens(Index sequence) const { return core::step_sequence(in_, options_, sequence).count; }
     Index key_heads() const { return in_.q.shape[2]; }
@@ -36,8 +37,18 @@ class DeltaCall {
     kernels::DeltaHeads heads(Index sequence, Index h, Index count) const {
         return heads(core::sequence(in_, sequence), h, count);
     }
-    kernels::DeltaHeads heads(const core::DeltaSequence& s, Index h, Index count) const;
+    kernels::DeltaHeads heads(const core::DeltaSequence& s, Index h, Index count) const {
+        kernels::DeltaHeads heads = largest(count);
+        place(heads, s, h);
+        return heads;
+    }
     kernels::DeltaOutput output(const core::DeltaOutputs& out, Index sequence, Index h) const;
+    // Makes the heads of another sequence, or largest(count), those of this sequence from h on.
+    void place(kernels::DeltaHeads& heads, const core::DeltaSequence& s, Index h) const;
+    // The results of a sequence that is a step: o and the final state, which are placed as the heads are.
+    kernels::DeltaOutput step_output(const core::DeltaOutputs& out) const;
+    void place(kernels::DeltaOutput& output, const core::DeltaOutputs& out, const core::DeltaSequence& s,
+               Index h) const;
     kernels::DeltaGradients gradients(const core::DeltaGradients& grad, Index sequence, Index h) const;
 
     // Whether states at intervals are wanted: returned, or written to the pool.
@@ -55,7 +66,7 @@ class DeltaCall {
 
     // Whether the sequence is a few tokens on states that stay where they are (decode). That depends on it alone, so
     // that neighbours change no bit of it.
-    bool is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, Index sequence) const;
+    bool is_step(const kernels::DeltaStep& kernel, const core::DeltaOutputs& out, const core::DeltaSequence& s) const;
     // Of all sequences.
     struct Steps {
         bool all = true;        // whether all are, but for padding
@@ -104,6 +115,7 @@ class DeltaCall {
     // A tensor [heads] or, with channels, [heads·channels].
     kernels::DeltaRows parameters(const Tensor& t, Index h, Index channels) const;
     kernels::DeltaStates states(const Tensor& t, Index first, Index h) const;
+    void place(kernels::DeltaStates& states, const Tensor& t, Index entry, Index h) const;
 
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;

@@ -42,12 +42,16 @@ struct Pass {
     void run(std::byte* memory) const {
         const auto make_worker = [&](int thread) {
             std::byte* scratch = memory + static_cast<std::size_t>(thread) * thread_bytes;
-            return [this, scratch](Index unit) {
+            return [this, scratch, heads = call.largest(key_heads), step = call.step_output(out)](Index unit) mutable {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads;
-                if (call.is_padding(n)) return call.clear(out, n, h, key_heads);
-                const bool is_step = steps.all || call.is_step(*table.delta_step, out, n);
-                (is_step ? table.delta_step->run : table.delta_forward->run)(call.heads(n, h, key_heads), scratch,
-                                                                             call.output(out, n, h));
+                const core::DeltaSequence s = call.sequence(n);
+                if (s.is_padding) return call.clear(out, n, h, key_heads);
+                call.place(heads, s, h);
+                if (steps.all || call.is_step(*table.delta_step, out, s)) {
+                    call.place(step, out, s, h);
+                    return table.delta_step->run(heads, scratch, step);
+                }
+                table.delta_forward->run(heads, scratch, call.output(out, n, h));
             };
         };
         if (steps.all)

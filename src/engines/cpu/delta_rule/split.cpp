@@ -102,7 +102,7 @@ void DeltaSplitPass::fold(Index window, Index unit, std::byte* scratch) const {
 
 void DeltaSplitPass::fold_chunk(Index window, Index chunk, Index key_unit, std::byte* scratch) const {
     const Index n = key_unit / call_.key_heads(), h = key_unit % call_.key_heads();
-    if (call_.is_padding(n) || call_.is_step(step_, out_, n)) return;
+    if (call_.is_padding(n) || call_.is_step(step_, out_, call_.sequence(n))) return;
     const kernels::DeltaHeads heads = call_.heads(n, 0, call_.key_heads());
     const Index begin = (window * window_ + chunk) * sizes_.chunk_rows;
     if (begin >= heads.tokens) return;
@@ -121,7 +121,7 @@ void DeltaSplitPass::scan(Index window, Index range, std::byte* scratch) const {
 void DeltaSplitPass::scan_columns(Index window, Index range, std::byte* scratch) const {
     const Index value_head = range / parts_, n = value_head / call_.value_heads();
     const bool is_padding = call_.is_padding(n);
-    if (is_padding || call_.is_step(step_, out_, n)) {  // one unit does it for a key head
+    if (is_padding || call_.is_step(step_, out_, call_.sequence(n))) {  // one unit does it for a key head
         if (window > 0 || range % (parts_ * call_.group()) != 0) return;
         const Index h = value_head % call_.value_heads() / call_.group();
         if (is_padding) return call_.clear(out_, n, h, 1);

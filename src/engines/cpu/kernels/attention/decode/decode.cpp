@@ -117,7 +117,6 @@ class Decode {
         fill(at_.sum, lanes_, 0);
         fill(at_.products, W * W, 0);
         fill(at_.zeros, value_row_, 0);
-        fill(at_.addends, round_up(count_ * slots_, W) * key_block, 0);
     }
 
     void keys(Index first, Index last) {
@@ -132,6 +131,7 @@ class Decode {
         }
         first = max(first, seen_.begin);
         last = min(last, seen_.end);
+        if (!is_whole(first, last - first)) fill(at_.addends, round_up(count_ * slots_, W) * key_block, 0);
         for (Index j = first; j < last; j += key_block) block(j, min(key_block, last - j), last);
     }
 
@@ -154,10 +154,11 @@ class Decode {
     }
 
     void block(Index first, Index count, Index last) {
-        whole_ = keeps_products_ && count % slot_keys == 0 && all_see_.begin <= first && first + count <= all_see_.end;
+        whole_ = is_whole(first, count);
         if (!whole_ && !find_addends(first, count)) return;
-        find_addresses(head_.k, first, last, at_.key_at);
-        find_addresses(head_.v, first, last, at_.value_at);
+        const Index fetched = round_up(count, slot_keys) + ahead_keys_ + slot_keys;
+        find_addresses(head_.k, first, last, fetched, at_.key_at);
+        find_addresses(head_.v, first, last, fetched, at_.value_at);
         find_scales(head_.k, first, last, at_.key_scale_at);
         find_scales(head_.v, first, last, at_.value_scale_at);
         // Scores of the next keys are under way while values wait for the exponentials of these.
@@ -171,23 +172,25 @@ class Decode {
         }
     }
 
-    // Addresses of the keys from `first` on. Beyond the last key they repeat its address: only the prefetch reads them.
-    static void find_addresses(const KeyRows& t, Index first, Index last, Index* at) {
+    // Whether these keys have no addends: all rows see all of them, and they fill vectors.
+    bool is_whole(Index first, Index count) const {
+        return keeps_products_ && count % slot_keys == 0 && all_see_.begin <= first && first + count <= all_see_.end;
+    }
+
+    // Addresses of `count` keys from `first` on. Beyond the last key they repeat its address: only the prefetch reads
+    // them.
+    static void find_addresses(const KeyRows& t, Index first, Index last, Index count, Index* at) {
         const auto row = t.row * static_cast<Index>(core::size_of(t.dtype));
-        if (t.table == nullptr) return find_multiples(row, first, last, 2 * key_block, at);
-        Index in_block = first % t.block_rows;
-        for (Index i = 0; i < 2 * key_block; ++i) {
-            if (first + i >= last) {
-                at[i] = at[i - 1];
-            } else if (i == 0 || in_block == t.block_rows) {
-                at[i] =
-                    static_cast<const std::byte*>(key_row(t, first + i).data) - static_cast<const std::byte*>(t.data);
-                if (i > 0) in_block = 0;
-            } else {
-                at[i] = at[i - 1] + row;
-            }
-            ++in_block;
+        if (t.table == nullptr) return find_multiples(row, first, last, count, at);
+        const Index exist = min(count, last - first);
+        for (Index i = 0, in_block = first % t.block_rows; i < exist; in_block = 0) {
+            const Index begin =
+                static_cast<const std::byte*>(key_row(t, first + i).data) - static_cast<const std::byte*>(t.data);
+            const Index n = min(t.block_rows - in_block, exist - i);
+            for (Index j = 0; j < n; ++j) at[i + j] = begin + j * row;
+            i += n;
         }
+        for (Index i = exist; i < count; ++i) at[i] = at[exist - 1];
     }
 
     // The same of scales, which are not fetched: they lie beside their numbers, or are few.
