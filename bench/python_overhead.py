@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """What a call costs before it computes anything: tiny tensors through softdelta.torch, with and without gradients,
-against the same C calls; and whether torch and softdelta get in each other's way when their calls alternate.
+against the same C calls; what a C call of many sequences costs beside its work; and whether torch and softdelta get in
+each other's way when their calls alternate.
 
     pip install .[torch]
     bench/python_overhead.py --library build/src/libsoftdelta.so [--threads 2] [--json FILE]
@@ -13,7 +14,7 @@ import time
 import torch
 
 import softdelta.torch
-from softdelta_ctypes import GATED_DELTA_RULE, Library
+from softdelta_ctypes import BOTTOM_RIGHT, GATED_DELTA_RULE, Library
 
 
 def microseconds(call, calls=500, rounds=9):
@@ -76,6 +77,33 @@ def overhead(library):
     return rows
 
 
+def many_sequences(library, count=64, size=64, keys=32, block=16):
+    """A token of each of `count` sequences with one head, on a pool of states and on a paged cache, against a token of one
+    sequence with so many heads: the bytes and the arithmetic are the same. What the first call takes longer, and what a
+    call of one sequence with one head takes, is beside the work."""
+
+    def step(sequences, heads):
+        q, k, v = (torch.randn(sequences, 1, heads, size) for _ in range(3))
+        pool = torch.zeros(sequences, heads, size, size)
+        inputs = dict(q=q, k=k, v=v, g=-torch.rand(sequences, 1, heads), beta=torch.rand(sequences, 1, heads),
+                      initial_state=pool, state_indices=torch.randperm(sequences, dtype=torch.int32))
+        return library.delta_forward(inputs, dict(o=torch.empty_like(v), final_state=pool), rule=GATED_DELTA_RULE,
+                                     use_qk_l2norm_in_kernel=1)
+
+    def decode(sequences, heads):
+        q = torch.randn(sequences, 1, heads, size)
+        k, v = (torch.randn(sequences * keys // block, block, heads, size) for _ in range(2))
+        table = torch.randperm(len(k), dtype=torch.int32).view(sequences, -1)
+        inputs = dict(q=q, k=k, v=v, block_table=table, cache_seqlens=torch.full((sequences,), keys, dtype=torch.int32))
+        return library.attention_forward(inputs, dict(o=torch.empty_like(q)), causal=BOTTOM_RIGHT)
+
+    rows = []
+    for name, call in ("gated delta rule", step), ("attention", decode):
+        many, one, least = microseconds(call(count, 1)), microseconds(call(1, count)), microseconds(call(1, 1))
+        rows.append(dict(call=name, sequences=count, many_us=many, one_us=one, beside_us=many - one + least))
+    return rows
+
+
 def alternating(rounds=40):
     """Milliseconds of a torch product and of our attention, each alone and when they alternate."""
     a = torch.randn(1024, 1024)
@@ -103,15 +131,19 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows, pairs = overhead(Library(options.library, options.threads)), alternating()
+    library = Library(options.library, options.threads)
+    rows, sequences, pairs = overhead(library), many_sequences(library), alternating()
     for r in rows:
         print(f"{r['call']:18} {'forward and backward' if r['gradients'] else 'forward':22} C {r['c_us']:5.1f} µs   "
               f"Python {r['python_us']:5.1f} µs   over the C call {r['overhead_us']:5.1f} µs")
+    for r in sequences:
+        print(f"{r['call']:18} {r['sequences']} sequences {r['many_us']:5.1f} µs   one of as many heads {r['one_us']:5.1f} µs   "
+              f"beside the work {r['beside_us']:5.1f} µs")
     for r in pairs:
         print(f"{r['call']:18} alone {r['alone_ms']:6.2f} ms   alternating {r['alternating_ms']:6.2f} ms")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(dict(overhead=rows, alternating=pairs), file, indent=2)
+            json.dump(dict(overhead=rows, many_sequences=sequences, alternating=pairs), file, indent=2)
 
 
 if __name__ == "__main__":
