@@ -214,10 +214,17 @@ def rows(machine):
               ("f32", "bool mask [1,1,S,S]"): ((1.2, 1.1), (0.68, 0.68)),
               ("f32", "bias [1,H,S,S]"): ((1.15, 1.1), (0.68, 0.68)),
               ("bf16", "full"): ((3.5, 1.7), (0.58, 0.68)), ("bf16", "causal"): ((4, 1.9), (0.55, 0.62))}
+    tiles = machine.library.isa() == "amxbf16"
+    if tiles:  # torch has them, too
+        floors |= {("bf16", "full"): ((3, 3.3), (0.85, 0.95)), ("bf16", "causal"): ((3.8, 4.5), (None, None)),
+                   ("bf16", "bool mask [1,1,S,S]"): ((2.5, 2.2), (None, None)),
+                   ("bf16", "bias [1,H,S,S]"): ((2.5, 2.2), (None, None))}
     for (dtype, kind), (ratios, ceilings) in floors.items():
         for D, ratio, ceiling in zip(sizes, ratios, ceilings):
             yield Row(f"attention forward {dtype} {kind} D{D}", "torch SDPA", forward(D=D, dtype=dtype, **kinds[kind]),
                       ratio, ceiling)
+    if tiles:
+        yield Row("attention forward bf16 full S8192 D128", "torch SDPA", forward(D=128, dtype="bf16", Lq=8192), 3.3, 1.05)
     floors = {("f32", "full"): ((1.2, 1.05), 0.68), ("f32", "causal"): ((1.3, 1.2), 0.68),
               ("bf16", "full"): ((1.25, 1.15), 0.52), ("bf16", "causal"): ((1.4, 1.3), 0.52)}
     for (dtype, kind), (ratios, ceiling) in floors.items():

@@ -3,8 +3,8 @@
 
     bench/report.py FILE...      # from --json of peers.py; of the same row on the same machine the last one counts
 
-A table has one kind of peer and columns for each machine. Of a machine the run with the most threads counts; the table over
-threads has the rows of picture.py from all of its runs.
+A table has one kind of peer and columns for each machine. A machine that was not measured keeps its columns. Of a machine the
+run with the most threads counts; the table over threads has the rows of picture.py from all of its runs.
 """
 import argparse
 import collections
@@ -67,37 +67,66 @@ def names_of(runs, wanted):
 
 
 def beside(runs, prefix):
-    """Rows whose peer begins with prefix: time, ratio and fraction of the limit on each machine."""
-    lines = []
+    """{work: {column: cell}} of the rows whose peer begins with prefix: time, ratio and fraction of the limit."""
+    lines = {}
     for name in names_of(runs, lambda row: row["peer"].startswith(prefix)):
-        rows = [rows.get(name) for rows in runs.values()]
-        peer = next(row["peer"] for row in rows if row)
+        peer = next(rows[name]["peer"] for rows in runs.values() if name in rows)
         label = name.split(":")[0].removeprefix("delta ")
         if prefix == "torch SDPA":
             label = label.removeprefix("attention ")
-        cells = [label + (f" ({peer.partition(', ')[2]})" if ", " in peer else "")]
-        for row in rows:
-            cells += [number(row["ours_ms"]), against(row["ratio"], row["floor_ratio"]),
-                      against(row["ceiling_fraction"], row["floor_ceiling"])] if row else ["", "", ""]
-        lines.append(cells)
-    return table(["work"] + sum(([f"{short(machine)}: ms", "ratio", "of limit"] for machine in runs), []), lines)
+        lines[label + (f" ({peer.partition(', ')[2]})" if ", " in peer else "")] = {
+            (short(machine), column): cell for machine, rows in runs.items() if (row := rows.get(name))
+            for column, cell in (("ms", number(row["ours_ms"])), ("ratio", against(row["ratio"], row["floor_ratio"])),
+                                 ("of limit", against(row["ceiling_fraction"], row["floor_ceiling"])))}
+    return lines
 
 
 def beside_ours(runs):
-    """Rows of one cost that hold are one row."""
-    lines, costs = [], collections.defaultdict(list)
+    """The same of the rows beside our own, their ratios alone. Rows of one cost that hold are one row."""
+    lines, costs = {}, collections.defaultdict(list)
     for name in names_of(runs, lambda row: row["peer"].startswith("ours")):
-        rows = [rows.get(name) for rows in runs.values()]
-        peer = next(row["peer"] for row in rows if row).removeprefix("ours").strip(", ")
-        if name.endswith(": cost") and all(row and row["holds"] for row in rows):
-            costs[peer].append([row["ratio"] for row in rows])
+        rows = {short(machine): rows[name] for machine, rows in runs.items() if name in rows}
+        against_what = next(iter(rows.values()))["peer"].removeprefix("ours").strip(", ")
+        if name.endswith(": cost") and all(row["holds"] for row in rows.values()):
+            costs[against_what].append({machine: row["ratio"] for machine, row in rows.items()})
         else:
-            lines.append([name.removeprefix("delta "), peer] +
-                         [against(row["ratio"], row["floor_ratio"]) if row else "" for row in rows])
-    for peer, ratios in costs.items():
-        lines.append([f"cost in {len(ratios)} more rows", peer] +
-                     [f"{min(column):.2f} to {max(column):.2f}" for column in zip(*ratios)])
-    return table(["work", "against ours"] + [f"{short(machine)}: ratio" for machine in runs], lines)
+            lines[f"{name.removeprefix('delta ')}, against {against_what}"] = {
+                (machine, "ratio"): against(row["ratio"], row["floor_ratio"]) for machine, row in rows.items()}
+    for against_what, ratios in costs.items():
+        lines[f"cost of the other rows, against {against_what}"] = {
+            (machine, "ratio"): f"{min(r[machine] for r in ratios):.2f} to {max(r[machine] for r in ratios):.2f}"
+            for machine in ratios[0]}
+    return lines
+
+
+def kept(document, title):
+    """What the document's table says: {work: {(machine, column): cell}}."""
+    lines, header = {}, []
+    for line in document.partition(f"### {title}\n")[2].strip().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            break
+        if not header:
+            for name in cells[1:]:
+                machine, _, column = name.rpartition(": ")
+                header.append((machine or header[-1][0], column))
+        elif not set(line) <= set("|-"):
+            lines[cells[0]] = dict(zip(header, cells[1:]))
+    return lines
+
+
+def joined(new, old, names):
+    """A table of new cells, and of old ones for machines that have no new ones."""
+    measured = {machine for cells in new.values() for machine, _ in cells}
+    lines = {work: dict(cells) for work, cells in new.items()}
+    for work, cells in old.items():
+        for (machine, column), cell in cells.items():
+            if machine not in measured and cell:
+                lines.setdefault(work, {})[machine, column] = cell
+    machines = list(dict.fromkeys(machine for cells in [*old.values(), *lines.values()] for machine, _ in cells))
+    columns = [(machine, column) for machine in machines for column in names]
+    header = [f"{machine}: {column}" if column == names[0] else column for machine, column in columns]
+    return table(["work"] + header, [[work] + [cells.get(at, "") for at in columns] for work, cells in lines.items()])
 
 
 def scaling(machines):
@@ -122,15 +151,20 @@ def main():
     machines = read(parser.parse_args().rows)
     with open(DOCUMENT) as file:
         before, _, rest = file.read().partition(BEGIN)
-    after = rest.partition(END)[2]
+    old, _, after = rest.partition(END)
     most = {}
     for cpu, isa, threads in machines:
         most[cpu, isa] = max(threads, most.get((cpu, isa), 0))
     runs = {(cpu, isa, threads): machines[cpu, isa, threads] for (cpu, isa), threads in most.items()}
-    lines = sum((about(machine, rows) for machine, rows in runs.items()), [])
+    descriptions = {short(machine): about(machine, rows) for machine, rows in runs.items()}
+    for found in re.finditer(r"^- \*\*(.*?)\*\*.*\n(?:  - .*\n)*", old, re.MULTILINE):
+        descriptions.setdefault(found[1], found[0].splitlines())
+    lines = sum((descriptions[machine] for machine in sorted(descriptions)), [])
     for prefix, title in TABLES:
-        lines += ["", f"### {title}", ""] + beside(runs, prefix)
-    lines += ["", "### Beside our own", ""] + beside_ours(runs) + scaling(machines)
+        lines += ["", f"### {title}", ""] + joined(beside(runs, prefix), kept(old, title), ("ms", "ratio", "of limit"))
+    lines += ["", "### Beside our own", ""] + joined(beside_ours(runs), kept(old, "Beside our own"), ("ratio",))
+    threads = scaling(machines)
+    lines += threads or ["", *re.findall(r"^### Threads[^#]*", old, re.MULTILINE)]
     with open(DOCUMENT, "w") as file:
         file.write(f"{before}{BEGIN}\n" + "\n".join(lines).strip() + f"\n{END}{after}")
 
