@@ -30,6 +30,8 @@ def test_scalars_of_numpy(function, name, value, plain):
 
 @pytest.mark.parametrize("call, message", [
     (lambda: attend(scale="wide"), "scale is 'wide', expected a number"),
+    (lambda: attend(scale="1"), "scale is '1', expected a number"),
+    (lambda: attend(scale=np.nan), "scale is nan, expected a number"),
     (lambda: attend(window_left=1.5), "window_left is 1.5, expected a whole number"),
     (lambda: attend(window_right=2**70), "window_right is 1180591620717411303424, expected a number of 64 bits"),
     (lambda: attend(threads=2.0), "threads is 2.0, expected 0"),

@@ -7,6 +7,7 @@ import torch
 import softdelta.torch as sd
 from softdelta._options import FACTS
 from drawing import attention_call, delta_call
+from torch_calls import FUNCTIONS
 
 required = inspect.Parameter.empty
 
@@ -239,6 +240,7 @@ def test_states_of_chunks_are_as_k_and_without_gradients():
     (lambda q: sd.scaled_dot_product_attention(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
     (lambda q: sd.flash_attn_func(q, q, q, dropout_p=0.1), "dropout_p is 0.1"),
     (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(7)), "alibi_slopes: dimension 0 is 7"),
+    (lambda q: sd.flash_attn_func(q, q, q, window_size=(1,)), r"window is \(1,\), expected two"),
     (lambda q: sd.flash_attn_func(q, q, q, alibi_slopes=torch.ones(9, 4)), r"alibi_slopes has shape \(9, 4\)"),
     (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5])), "cu_seqlens_k and seqused_k"),
     (lambda q: sd.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5]), seqused_k=torch.tensor([5])),
@@ -250,3 +252,24 @@ def test_states_of_chunks_are_as_k_and_without_gradients():
 def test_what_peers_of_attention_take_and_we_do_not_is_an_error(call, message):
     with pytest.raises(ValueError, match=message):
         call(attention_call(heads=(4, 4), rows=(5, 5), sizes=(4, 4))["q"])
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if " " not in name])
+def test_what_is_no_tensor_is_named(name):
+    draw, run = FUNCTIONS[name]
+    call = {n: x.detach() for n, x in draw(torch.float32).items()}
+    for operand, x in call.items():
+        for other in x.numpy(), x.tolist(), "x":
+            with pytest.raises(TypeError, match=f" is {type(other).__name__}, expected a tensor"):
+                run(call | {operand: other})
+
+
+def test_what_is_no_tensor_is_named_by_mamba_and_layers():
+    x = torch.ones(2, 4, 3)
+    for call, name in ((lambda: sd.selective_state_update(x, [1], x, x, x, x), "x"),
+                       (lambda: sd.mamba_chunk_scan_combined(x, x, 3, x, x, 64), "A"),
+                       (lambda: sd.mamba_split_conv1d_scan_combined(x, [x], x, x, x, x, 64, activation="silu"), "conv1d_weight"),
+                       (lambda: sd.delta_step("delta_rule", x, x, x, "state"), "initial_state"),
+                       (lambda: sd.causal_conv1d(x, "weight"), "weight"), (lambda: sd.rms_norm_gated(x, 5, None), "g")):
+        with pytest.raises(TypeError, match=f"^{name} is .*, expected a tensor"):
+            call()

@@ -23,17 +23,23 @@ core::Work attention_work(const AttentionHeads& heads, const core::AttentionInpu
     const bool backward = direction == Direction::backward;
     core::Work work;
     work.bytes = bytes_of(in.q) * (backward ? 3 : 2);  // o; do, dq
-    for (Index n = 0; n < heads.sequences() && !core::worth_a_team(work); ++n) {
+    // Sums over the sequences: a call of many short ones would spend more on each sequence's work than on computing it.
+    double all_keys = 0, all_pairs = 0, pairs_with_addends = 0;  // a pair: a row of a key head, and a key
+    for (Index n = 0; n < heads.sequences(); ++n) {
         const AttentionOutline head = heads.outline(n);
         const Index first = std::clamp<Index>(head.left, 0, head.keys);
         const Index keys = std::clamp<Index>(head.queries + head.right, first, head.keys) - first;
-        const double pairs = number(heads.key_heads()) * number(head.rows()) * number(keys);
-        const Index addends = element_bytes(in.mask) + element_bytes(in.bias);
-        const Index key_bytes = D * element_bytes(in.k) + Dv * element_bytes(in.v);
-        work.flops += pairs * number((backward ? 5 : 2) * (D + Dv) + engines::exponential_flops);
-        work.bytes += number(heads.key_heads()) * number(keys) * number(key_bytes * (backward ? 2 : 1));
-        work.bytes += head.queries > 1 ? pairs * number(addends) : 0;
+        const double pairs = number(head.rows()) * number(keys);
+        all_keys += number(keys);
+        all_pairs += pairs;
+        pairs_with_addends += head.queries > 1 ? pairs : 0;
     }
+    const double key_heads = number(heads.key_heads());
+    const Index addends = element_bytes(in.mask) + element_bytes(in.bias);
+    const Index key_bytes = D * element_bytes(in.k) + Dv * element_bytes(in.v);
+    work.flops = key_heads * all_pairs * number((backward ? 5 : 2) * (D + Dv) + engines::exponential_flops);
+    work.bytes += key_heads * all_keys * number(key_bytes * (backward ? 2 : 1));
+    work.bytes += key_heads * pairs_with_addends * number(addends);
     return work;
 }
 

@@ -44,9 +44,12 @@ def number(name: str, value) -> float:
     if value is None:
         return math.nan
     try:
-        return float(value)
+        x = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}, expected a number") from None
+        x = math.nan
+    if x != x:
+        raise ValueError(f"{name} is {value!r}, expected a number")
+    return x
 
 
 def whole(name: str, value) -> int:

@@ -8,6 +8,7 @@ from .. import _options
 from .._records import AttentionInputs, AttentionOptions
 from . import _ops
 from ._families import SOFTMAX_ATTENTION
+from ._route import expect_tensors
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = _options.CAUSAL.values()
 MINUS_INFINITY, PLUS_INFINITY, ZERO = _options.EMPTY_ROW.values()
@@ -45,6 +46,9 @@ def scaled_dot_product_attention(
     Returns o [B, H, Lq, Dv], and with return_lse lse [B, H, Lq], the natural logarithm of the sum of exponentials.
     """
     _refuse_dropout("dropout_p", dropout_p)
+    if query is None or key is None or value is None:
+        _refuse_none(query=query, key=key, value=value)
+    expect_tensors(query=query, key=key, value=value, attn_mask=attn_mask, bias=bias)
     mask = None
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -53,8 +57,6 @@ def scaled_dot_product_attention(
             raise ValueError("attn_mask holds floats and bias is given, expected one of them")
         else:
             bias = attn_mask
-    if query is None or key is None or value is None:
-        _refuse_none(query=query, key=key, value=value)
     rank = query.dim()
     quantised = k_scale is not None or v_scale is not None
     if quantised and rank != 4:
@@ -136,6 +138,7 @@ def flash_attn_func(
     options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs, layout)
     if options.heads_first and (k_scale is not None or v_scale is not None):
         raise ValueError("layout is 'bhtd', expected 'bthd' with k_scale or v_scale")
+    expect_tensors(alibi_slopes=alibi_slopes)
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k, options.heads_first))
@@ -176,6 +179,9 @@ def flash_attn_varlen_func(
     [H], not one for each sequence. k_scale, v_scale as flash_attn_func's, without its first dimension; those of a paged
     cache [blocks|1, block rows|1, Hk|1, ·]. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
+    if q is None or k is None or v is None:
+        _refuse_none(q=q, k=k, v=v)
+    expect_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
     if (cu_seqlens_k is None) == (seqused_k is None):
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
@@ -220,6 +226,7 @@ def varlen_attn(
     return_aux=AuxRequest(lse=True) lse [H, ΣLq]."""
     if query is None or key is None or value is None:
         _refuse_none(query=query, key=key, value=value)
+    expect_tensors(query=query, key=key, value=value)
     if query.shape[-2] != key.shape[-2] and not enable_gqa:
         raise ValueError(f"key has {key.shape[-2]} heads, expected {query.shape[-2]} as query, or enable_gqa=True")
     if (block_table is None) != (seqused_k is None):
@@ -256,6 +263,7 @@ def flash_sparse_attn_func(
     each row keeps the `keep` largest biases among its allowed keys (dynamic masks, Shi et al. 2025). Returns
     o [B, Lq, H, Dv]; with return_attn_probs (o, lse [B, H, Lq], None), where the lse of a row without keys is +∞. Keys
     whose mask is false are not touched. layout as flash_attn_func's. Always deterministic."""
+    expect_tensors(attn_mask=attn_mask)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask holds {attn_mask.dtype}, expected bool; floats to add are attn_bias")
     options = AttentionOptions(
@@ -295,6 +303,8 @@ def _refuse_none(**tensors) -> None:
 
 
 def _window(window) -> tuple[int, int]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}, expected two whole numbers (left, right), -1 where there is no end")
     left, right = window
     left = -1 if left is None else _options.whole("window", left)
     return left, -1 if right is None else _options.whole("window", right)

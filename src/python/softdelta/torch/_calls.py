@@ -12,6 +12,7 @@ from .._arrays import bounds_of
 from .._records import (ATTENTION_WANTED, CONVOLUTION_WANTED, DELTA_WANTED, NORM_WANTED, AttentionInputs,
                         AttentionOptions, ConvolutionInputs, ConvolutionOptions, DeltaInputs, DeltaOptions, NormInputs,
                         NormOptions)
+from ._route import expect_tensors
 
 AUTOMATIC = "automatic"
 
@@ -260,5 +261,6 @@ def refuse_ranks(q: Tensor, v: Tensor) -> None:
 def refuse_rank(name: str, t: Tensor, rank: int, shape: str) -> None:
     if t is None:
         raise ValueError(f"{name} is None, expected a tensor {shape}")
+    expect_tensors(**{name: t})
     if t.dim() != rank:
         raise ValueError(f"{name} has {t.dim()} dimensions, expected {rank}: {shape}")

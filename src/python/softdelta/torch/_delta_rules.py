@@ -296,6 +296,7 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
         raise ValueError("g is None, expected the raw gate: use_gate_in_kernel makes the gate from it")
     if A_log is None and lower_bound is None:
         raise ValueError("A_log is None, expected [HV]: use_gate_in_kernel without lower_bound needs it")
+    _route.expect_tensors(A_log=A_log, dt_bias=dt_bias)
     if A_log is not None and A_log.dim() != 1:
         A_log = A_log.reshape(-1)
     if dt_bias is not None and dt_bias.dim() != 1:
@@ -305,6 +306,7 @@ def _gate(in_kernel: bool, g, A_log, dt_bias, lower_bound=None) -> _Gate | None:
 
 def rows_and_heads_swapped(inputs: DeltaInputs) -> DeltaInputs:
     rows = {n: x for n in DELTA_ROWS if (x := getattr(inputs, n)) is not None}
+    _route.expect_tensors(**rows)
     for name, x in rows.items():
         if x.dim() < 3:
             raise ValueError(f"{name} has {x.dim()} dimensions, expected 3 or 4, heads before tokens, with layout 'bhtd'")

@@ -51,6 +51,7 @@ def flash_attn_with_kvcache(
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         if t is not None or name not in "kv":
             refuse_rank(name, t, 4, "[B, L, H, D]")
+    _route.expect_tensors(alibi_slopes=alibi_slopes, cache_batch_idx=cache_batch_idx, block_table=block_table)
     if (k is None) != (v is None):
         raise ValueError("k or v is given alone, expected both or neither")
     if k is not None and cache_seqlens is None:

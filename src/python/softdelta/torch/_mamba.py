@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _calls
 from ._convolution import causal_conv1d_fn
 from ._norm import rms_norm_gated
+from ._route import expect_tensors
 from ._simple_gla import chunk_simple_gla
 from ._step import delta_step
 
@@ -47,6 +48,8 @@ def mamba_chunk_scan_combined(
     Returns y [B, T, H, P], as x. With return_final_states also the states after the last token of each row; with
     return_varlen_states also those after each sequence of cu_seqlens. States are f32.
     """
+    expect_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
+                   cu_seqlens=cu_seqlens)
     if x.dim() != 4:
         raise ValueError(f"x has {x.dim()} dimensions, expected 4: [B, T, H, P]")
     rows, tokens, heads, size = x.shape
@@ -117,6 +120,7 @@ def mamba_split_conv1d_scan_combined(
 
     Returns [B, T, M + H·P], or [.., E]; with return_final_states also the states [B, H, P, N] in f32.
     """
+    expect_tensors(zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, D=D)
     if D.dim() == 1 and headdim is None:
         raise ValueError("headdim is None, expected the size of a head beside D [H]")
     heads, size = D.shape if D.dim() == 2 else (len(D), headdim)
@@ -163,6 +167,7 @@ def selective_state_update(
     number, expanded, as Mamba-2 gives them; others are refused. Without heads all tensors lack the dimension H.
     No gradients.
     """
+    expect_tensors(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     has_heads = state.dim() == 4
     if not has_heads:
         if state.dim() != 3:

@@ -8,6 +8,7 @@ from .. import _options
 from .._records import NormInputs, NormOptions
 from . import _ops
 from ._families import GATED_NORM
+from ._route import expect_tensors
 
 _GATES = {None: 0, "silu": 1, "swish": 1, "sigmoid": 2}
 
@@ -39,6 +40,7 @@ def rms_norm_gated(
 
 def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor | None, gate: int, epsilon: float) -> Tensor:
     """gate as a number of the C interface; without z there is none."""
+    expect_tensors(x=x, g=z)
     if x is None or x.dim() < 1:
         raise ValueError(f"x is {x}, expected a tensor [.., D]")
     if z is not None and z.shape != x.shape:

@@ -54,10 +54,18 @@ def route_below(tensors) -> int:
     for t in tensors:
         if t is not None:
             if type(t) not in _plain_types:
+                expect_tensors(**dict(zip(getattr(tensors, "_fields", ()), tensors)))
                 return TRACED
             if recorded and t.requires_grad:
                 way = GRADIENT
     return TRACED if tensors and tensors[0] is not None and tensors[0].is_meta else way
+
+
+def expect_tensors(**given) -> None:
+    """Tensors, or what torch takes for one: a subclass, a proxy of a tracer. None is left to the caller."""
+    for name, t in given.items():
+        if t is not None and not isinstance(t, Tensor) and not hasattr(type(t), "__torch_function__"):
+            raise TypeError(f"{name} is {type(t).__name__}, expected a tensor")
 
 
 def needs_gradient(tensors) -> bool:
