@@ -47,6 +47,7 @@ int program(int argc, const char* const* argv) {
     CLI::App app{"softdelta: softmax attention and delta rules, and the truth about your kernel's gradients"};
     app.set_version_flag("--version", std::string("softdelta ") + softdelta_version());
     app.footer(
+        "softdelta audit, of the Python package, judges functions of Python and libraries with softdelta's names.\n\n"
         "Exit status: 0 right, 1 a result is wrong, 2 a file or an argument cannot be used, 3 a result cannot be "
         "judged.");
     app.failure_message([](const CLI::App*, const CLI::Error& e) {

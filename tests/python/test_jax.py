@@ -142,10 +142,12 @@ def test_packed_sequences_and_gates_in_the_kernel(once):
 def test_wrong_calls_are_named():
     q, k, v = operands()
     for run, message in ((lambda: sj.dot_product_attention(q, k, v, mask=jnp.zeros((1, 1, 9, 9))), "mask holds float32"),
+                         (lambda: sj.dot_product_attention([1], k, v), "query is list, expected an array"),
+                         (lambda: sj.dot_product_attention(q, k, v, local_window_size=(1, 2, 3)), "expected a whole number or two"),
                          (lambda: sj.dot_product_attention(q[0, 0], k, v), "query has 2 dimensions"),
                          (lambda: sj.delta_rule("mamba", q, k, v), "rule is 'mamba'"),
                          (lambda: sj.dot_product_attention(q, k[:, :4], v[:, :4], local_window_size=3), "local_window_size")):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             run()
     with pytest.raises(Exception, match="v: dimension 1 is 5, expected 9"):
         jax.block_until_ready(jax.jit(sj.dot_product_attention)(q, k, v[:, :5]))

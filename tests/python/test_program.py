@@ -31,7 +31,7 @@ def test_the_script_is_the_module():
 def test_every_command_is_there():
     help = run("--help").stdout
     assert "softdelta [OPTIONS]" in help
-    for command in ("verify", "diagnose", "make", "run", "bench", "info"):
+    for command in ("verify", "diagnose", "make", "run", "bench", "info", "audit"):
         assert command in help
         assert run(command, "--help").returncode == 0
 

@@ -53,7 +53,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     Differentiable once by query, key, value, bias and sink. A row without keys is 0, not NaN. Returns o [B, T, N, Hv], as
     value; with return_lse also lse [B, N, T]. Raises ValueError naming the argument.
     """
-    if query.ndim == 3 and key.ndim == 3 and value.ndim == 3:
+    if all(getattr(x, "ndim", None) == 3 for x in (query, key, value)):
         if key_value_seq_lengths is not None:
             raise ValueError("key_value_seq_lengths is given, expected None without a batch dimension")
         results = dot_product_attention(
@@ -63,7 +63,10 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     batch, rows, heads, _ = shape_of("query", query, 4, "[B, T, N, H]")
     keys = shape_of("key", key, 4, "[B, S, K, H]")[1]
     value_size = shape_of("value", value, 4, "[B, S, K, Hv]")[3]
-    left, right = (local_window_size, ) * 2 if isinstance(local_window_size, int) else local_window_size or (-1, -1)
+    window = (local_window_size, ) * 2 if isinstance(local_window_size, int) else local_window_size or (-1, -1)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"local_window_size is {local_window_size!r}, expected a whole number or two (left, right)")
+    left, right = window
     if local_window_size is not None and rows != keys and not is_causal:
         raise ValueError(f"local_window_size is {local_window_size}, expected None for {rows} queries and {keys} keys without "
                          "is_causal: they share no diagonal")
