@@ -46,11 +46,12 @@ def scaled_dot_product_attention(
     Returns o [B, H, Lq, Dv], and with return_lse lse [B, H, Lq], the natural logarithm of the sum of exponentials.
     """
     _refuse_dropout("dropout_p", dropout_p)
-    if query is None or key is None or value is None:
-        _refuse_none(query=query, key=key, value=value)
-    expect_tensors(query=query, key=key, value=value, attn_mask=attn_mask, bias=bias)
+    _expect_operands(query, key, value)
     mask = None
+    if bias is not None:
+        expect_tensors(bias=bias)
     if attn_mask is not None:
+        expect_tensors(attn_mask=attn_mask)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
         elif bias is not None:
@@ -138,8 +139,9 @@ def flash_attn_func(
     options = flash_options(softmax_scale, causal, window_size, softcap, return_attn_probs, layout)
     if options.heads_first and (k_scale is not None or v_scale is not None):
         raise ValueError("layout is 'bhtd', expected 'bthd' with k_scale or v_scale")
-    expect_tensors(alibi_slopes=alibi_slopes)
     inputs = AttentionInputs(q, k, v, alibi_slopes=alibi_slopes)
+    if alibi_slopes is not None:
+        expect_tensors(alibi_slopes=alibi_slopes)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         inputs = inputs._replace(alibi_slopes=None, bias=_alibi_bias(alibi_slopes, q, k, options.heads_first))
     if k_scale is not None or v_scale is not None:
@@ -179,9 +181,7 @@ def flash_attn_varlen_func(
     [H], not one for each sequence. k_scale, v_scale as flash_attn_func's, without its first dimension; those of a paged
     cache [blocks|1, block rows|1, Hk|1, ·]. Returns o [ΣLq, H, Dv]; with return_attn_probs (o, lse [H, ΣLq], None)."""
     _refuse_dropout("dropout_p", dropout_p)
-    if q is None or k is None or v is None:
-        _refuse_none(q=q, k=k, v=v)
-    expect_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
+    _expect_operands(q, k, v, ("q", "k", "v"))
     if (cu_seqlens_k is None) == (seqused_k is None):
         raise ValueError("expected one of cu_seqlens_k and seqused_k")
     if block_table is None and seqused_k is not None:
@@ -191,6 +191,7 @@ def flash_attn_varlen_func(
         inputs = AttentionInputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), cu_seqlens_q=cu_seqlens_q,
                                  cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
     else:
+        expect_tensors(cu_seqlens_k=cu_seqlens_k)
         used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         inputs = AttentionInputs(q.unsqueeze(0), k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=used,
                                  block_table=block_table, alibi_slopes=alibi_slopes)
@@ -224,9 +225,7 @@ def varlen_attn(
     the last key. Hk may divide H with enable_gqa. With block_table [N, max blocks] key and value are pages, and seqused_k
     says how many keys a sequence has. num_splits, max_q and max_k change nothing. Returns o [ΣLq, H, Dv], and with
     return_aux=AuxRequest(lse=True) lse [H, ΣLq]."""
-    if query is None or key is None or value is None:
-        _refuse_none(query=query, key=key, value=value)
-    expect_tensors(query=query, key=key, value=value)
+    _expect_operands(query, key, value)
     if query.shape[-2] != key.shape[-2] and not enable_gqa:
         raise ValueError(f"key has {key.shape[-2]} heads, expected {query.shape[-2]} as query, or enable_gqa=True")
     if (block_table is None) != (seqused_k is None):
@@ -296,10 +295,13 @@ def _quantised(inputs: AttentionInputs, options: AttentionOptions):
     return _ops.call(SOFTMAX_ATTENTION, inputs, options)
 
 
-def _refuse_none(**tensors) -> None:
-    for name, t in tensors.items():
+def _expect_operands(q, k, v, names=("query", "key", "value")) -> None:
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        return
+    for name, t in zip(names, (q, k, v)):
         if t is None:
             raise ValueError(f"{name} is None, expected a tensor")
+        expect_tensors(**{name: t})
 
 
 def _window(window) -> tuple[int, int]:
