@@ -27,9 +27,14 @@ kernels::DeltaRows DeltaCall::rows_like(const Tensor& t, Index step, Of of) cons
     return rows;
 }
 
-void DeltaCall::place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) const {
-    const Index begin = rows.steps > 1 ? s.begin : s.begin * options_.steps;
-    if (t) rows.data = at(t, s.batch * t.stride[0] + begin * t.stride[1] + head * t.stride[2]);
+DeltaCall::Place::Place(const Tensor& t, Index steps) : first(static_cast<std::byte*>(t.data)) {
+    if (!t) return;
+    const auto size = static_cast<Index>(core::size_of(t.dtype));
+    batch = t.stride[0] * size, token = t.stride[1] * steps * size, head = t.stride[2] * size;
+}
+
+DeltaCall::Place DeltaCall::place_of(const Tensor& t, const kernels::DeltaRows& rows) const {
+    return {t, rows.steps > 1 ? 1 : options_.steps};
 }
 
 DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
@@ -56,17 +61,19 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
     common_.beta = rows_like(in.beta, value_head_step(), Of::steps);
     common_.initial_state = states(in.initial_state, 0, 0);
     common_.initial_state.data = nullptr;
+    q_ = place_of(in.q, common_.q), k_ = place_of(in.k, common_.k), p_ = place_of(in.p, common_.p);
+    v_ = place_of(in.v, common_.v), g_ = place_of(in.g, common_.g), beta_ = place_of(in.beta, common_.beta);
 }
 
 kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
     kernels::DeltaRows rows = rows_like(t, 1, of);
-    place(rows, t, s, h);
+    rows.data = place_of(t, rows).at(s, h);
     return rows;
 }
 
 kernels::DeltaRows DeltaCall::value_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
     kernels::DeltaRows rows = rows_like(t, value_head_step(), of);
-    place(rows, t, s, first_value_head(h));
+    rows.data = place_of(t, rows).at(s, first_value_head(h));
     return rows;
 }
 
@@ -140,12 +147,8 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
 void DeltaCall::place(kernels::DeltaHeads& heads, const core::DeltaSequence& s, Index h) const {
     heads.tokens = s.count * options_.steps;
     const Index hv = first_value_head(h);
-    place(heads.q, in_.q, s, h);
-    place(heads.k, in_.k, s, h);
-    place(heads.p, in_.p, s, h);
-    place(heads.v, in_.v, s, hv);
-    place(heads.g, in_.g, s, hv);
-    place(heads.beta, in_.beta, s, hv);
+    heads.q.data = q_.at(s, h), heads.k.data = k_.at(s, h), heads.p.data = p_.at(s, h);
+    heads.v.data = v_.at(s, hv), heads.g.data = g_.at(s, hv), heads.beta.data = beta_.at(s, hv);
     if (in_.g_gamma) heads.g_gamma = parameters(in_.g_gamma, h, 1);
     if (in_.A_log) heads.A_log = parameters(in_.A_log, h, 1);
     if (in_.dt_bias) heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
@@ -161,7 +164,7 @@ kernels::DeltaOutput DeltaCall::step_output(const core::DeltaOutputs& out) const
 
 void DeltaCall::place(kernels::DeltaOutput& output, const core::DeltaOutputs& out, const core::DeltaSequence& s,
                       Index h) const {
-    place(output.o, out.o, s, first_value_head(h));
+    output.o.data = place_of(out.o, output.o).at(s, first_value_head(h));
     place(output.final_state, out.final_state, s.final_state, h);
 }
 

@@ -109,7 +109,18 @@ class DeltaCall {
     // those of the first or of the last of a token's steps.
     enum class Of { steps, first_steps, last_steps };
     kernels::DeltaRows rows_like(const Tensor& t, Index step, Of of) const;  // how they lie, of every step-th head
-    void place(kernels::DeltaRows& rows, const Tensor& t, const core::DeltaSequence& s, Index head) const;
+    // Where they begin: strides in bytes. Not given: null.
+    struct Place {
+        Place() = default;
+        Place(const Tensor& t, Index steps);
+        void* at(const core::DeltaSequence& s, Index h) const {
+            return first + s.batch * batch + s.begin * token + h * head;
+        }
+
+        std::byte* first = nullptr;
+        Index batch = 0, token = 0, head = 0;
+    };
+    Place place_of(const Tensor& t, const kernels::DeltaRows& rows) const;
     kernels::DeltaRows rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of = Of::steps) const;
     kernels::DeltaRows value_rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of = Of::steps) const;
     // A tensor [heads] or, with channels, [heads·channels].
@@ -120,6 +131,7 @@ class DeltaCall {
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;
     kernels::DeltaHeads common_;  // what all heads have, and the most tokens
+    Place q_, k_, p_, v_, g_, beta_;
 };
 
 }  // namespace softdelta::cpu
