@@ -156,9 +156,9 @@ class Decode {
     void block(Index first, Index count, Index last) {
         whole_ = is_whole(first, count);
         if (!whole_ && !find_addends(first, count)) return;
-        const Index fetched = round_up(count, slot_keys) + ahead_keys_ + slot_keys;
-        find_addresses(head_.k, first, last, fetched, at_.key_at);
-        find_addresses(head_.v, first, last, fetched, at_.value_at);
+        const Index found = round_up(count, slot_keys) + ahead_keys_ + 2 * slot_keys;  // by find_rows_to_prefetch
+        find_addresses(head_.k, first, last, found, at_.key_at);
+        find_addresses(head_.v, first, last, found, at_.value_at);
         find_scales(head_.k, first, last, at_.key_scale_at);
         find_scales(head_.v, first, last, at_.value_scale_at);
         // Scores of the next keys are under way while values wait for the exponentials of these.
