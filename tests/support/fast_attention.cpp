@@ -206,6 +206,30 @@ FastAttention draw_padded_attention(std::uint64_t seed) {
     }
 }
 
+FastAttention draw_f32_attention(std::uint64_t seed) {
+    constexpr Index channels[] = {128, 64};
+    AttentionRanges ranges{.batch = 2, .queries = 200, .keys = 300, .key_heads = 2, .group = 2};
+    ranges.channels = channels[seed % 2];
+    ranges.dtypes = {DType::f32};
+    ranges.repeats = true, ranges.extremes = seed % 4 < 2, ranges.plain = seed / 2 % 2 == 0;
+    for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
+        RandomAttention call = draw_attention(drawn, ranges);
+        if (call.options.top_w >= 0) continue;
+        call.inputs.mask = call.inputs.bias = call.inputs.alibi_slopes = call.inputs.bias_slopes = {};
+        for (Array* t : {&call.mask, &call.bias, &call.alibi_slopes, &call.bias_slopes}) *t = {};
+        if (seed % 3 == 1) {
+            scale(call.q, 0x1p-30), scale(call.k, 0x1p30), scale(call.d_o, 0x1p-20);
+            if (!call.v_in_k) scale(call.v, 0x1p-40);
+        } else if (seed % 9 == 2) {  // rows that lose their bits beside others
+            const Index row = call.v.view().shape(3);
+            for (Index i = 0; i < call.v.count(); ++i)
+                if (i / row % 40 == 5) call.v.set(i, 0x1p-20 * call.v.get(i));
+        }
+        if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+        return FastAttention(std::move(call));
+    }
+}
+
 FastAttention draw_long_step_attention(std::uint64_t seed) {
     AttentionRanges ranges{.batch = 1, .queries = 1, .keys = 200000, .key_heads = 1, .group = 2, .channels = 64};
     ranges.shortest = 1;

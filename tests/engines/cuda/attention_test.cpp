@@ -100,6 +100,13 @@ TEST_F(CudaAttention, BackwardOfPaddedRowsIsRight) {
     expect_right_backward(draw_padded_attention, half_of(call_count(60)));
 }
 
+TEST_F(CudaAttention, ForwardOfF32IsRight) {
+    expect_right_forward(draw_f32_attention);
+}
+TEST_F(CudaAttention, BackwardOfF32IsRight) {
+    expect_right_backward(draw_f32_attention);
+}
+
 TEST_F(CudaAttention, ForwardOfBiasesIsRight) {
     expect_right_forward(draw_biased_attention);
 }

@@ -3,6 +3,7 @@
 
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/passes.h"
+#include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/attention/warpgroup/added.h"
 #include "engines/cuda/device/level.h"
 #include "engines/cuda/device/workspace.h"
@@ -113,7 +114,7 @@ int planes_of(const core::AttentionInputs& in) {
 
 namespace {
 
-enum class Way { other, warpgroups, decode };
+enum class Way { other, warpgroups, split, decode };
 
 // How a forward call runs, and its memory.
 struct ForwardPlan {
@@ -121,6 +122,7 @@ struct ForwardPlan {
     bool wide;  // more channels than tiles have
     ForwardOutputs out;
     DecodeParts decode;
+    SplitOperands split{};
     KeptKeys* kept = nullptr;
     Places places{};
 };
@@ -131,10 +133,12 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
     p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
     p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
             : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
+            : planes_of(in) > 1 && takes_split(call, in.q.device)             ? Way::split
                                                                               : Way::other;
     p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
     if (p.way == Way::decode) p.decode = take_decode_parts(call, core::sequence_count(in), parts);
-    if (p.way == Way::decode || p.way == Way::warpgroups) p.out.redo = redo_of_queries(in, parts);
+    if (p.way == Way::split) p.split = take_split_operands(in, call, parts);
+    if (p.way != Way::other) p.out.redo = redo_of_queries(in, parts);
     p.out.redo.early = p.way == Way::warpgroups;
     if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);
     p.places = take_places(in, parts);
@@ -165,6 +169,10 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
         if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
         if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
         if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
+        if (plan.way == Way::split) {
+            launch_split(call, sequences, plan.split, {}, stream);
+            launch_split_forward(call, sequences, plan.split, plan.out, stream);
+        }
         if (plan.wide)
             launch_wide_forward(call, sequences, plan.out, stream);
         else

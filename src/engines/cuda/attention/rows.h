@@ -47,6 +47,10 @@ class Rows {
     __device__ int left(Index first, int u, int rows) const {
         return 8 * u < channels_ ? static_cast<int>(min(count_ - first, Index(rows))) : 0;
     }
+    // Of any type and layout; zeros beyond rows and channels.
+    __device__ void load_unit(Index row, int u, float (&x)[8]) const {
+        load_row(*view_, offset(row), view_->stride[3], 8 * u, row < count_ ? channels_ : 0, x);
+    }
     __device__ bool is_paged() const { return call_ != nullptr; }
     __device__ Index row_stride() const { return view_->stride[1]; }
     __device__ const std::uint16_t* data() const { return static_cast<const std::uint16_t*>(view_->data); }

@@ -6,7 +6,7 @@
 
 namespace softdelta::cuda::warpgroup {
 
-// Weights must fit T. Those of f16 are at most 2^slack: top follows the maxima. Those of bf16 may be as large as any
+// Weights must fit T. Those of f16 and f32 are at most 2^slack: top follows the maxima. Those of bf16 may be as large as any
 // f32: once top is known, and near 0, it follows the sums, which are there anyway. A row that climbs by more than 2^100
 // from a tile to the next may overflow: then it is not finite, and another kernel makes it.
 template <class T>
@@ -46,7 +46,7 @@ struct Softmax {
     // top changes only when a weight would exceed 2^slack, or a sum 2^24: so older sums seldom shrink.
     template <int N>
     __device__ void raise_by_maxima(const Acc<64, N>& x, float c, float (&factor)[2]) {
-        constexpr float slack = type_of<T> == DType::f16 ? 5 : 8;
+        constexpr float slack = type_of<T> == DType::f16 ? 5 : type_of<T> == DType::f32 ? 1 : 8;
         static_assert(type_of<T> != DType::f16 || slack + weight_exponent<T> < 16, "2^16 is beyond f16");
         float most[2];
         x.row_max(most);

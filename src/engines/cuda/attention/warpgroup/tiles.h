@@ -23,6 +23,8 @@ template <class T>
 inline constexpr DType type_of = DType::bf16;
 template <>
 inline constexpr DType type_of<__half> = DType::f16;
+template <>
+inline constexpr DType type_of<float> = DType::f32;
 
 // with.template operator()<T, columns>() for a call's type of 16 bits and the narrowest tiles that hold its channels.
 template <int most, class With>
