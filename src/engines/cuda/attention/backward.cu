@@ -2,6 +2,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/passes.h"
 #include "engines/cuda/attention/rows.h"
+#include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/device/workspace.h"
 #include "engines/cuda/tile/lanes.h"
@@ -194,9 +195,17 @@ struct Memory {
     Places places;
     ScorePlan plan;
     BiasPlan bias;
+    SplitOperands split;          // none: not by kernels of these
     std::uint16_t* ds = nullptr;  // of either plan
     float *bias_sums = nullptr, *key_sums = nullptr;
 };
+
+bool takes_warpgroup_gradients(const AttentionCall& call, const core::AttentionInputs& in,
+                               const core::AttentionGradients& grad) {
+    return takes_warpgroups(call, in.q.device, warpgroup_backward_channels) && call.keys <= most_warpgroup_rows &&
+           (call.softcap == 0 || !(call.bias || call.alibi_slopes)) && call.softcap <= most_warpgroup_cap &&
+           has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
+}
 
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
                  const core::AttentionGradients& grad, MemoryParts& parts) {
@@ -218,6 +227,9 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.ds = parts.take<std::uint16_t>(std::max(m.plan.elements, m.bias.elements));
     m.bias_sums = parts.take<float>(m.bias.kept);
     m.key_sums = parts.take<float>(m.bias.of_keys);
+    const AttentionCall call = attention_call(in, options);
+    if (!takes_warpgroup_gradients(call, in, grad) && takes_split(in, call, grad.d_o))
+        m.split = take_split_operands(in, call, true, parts);
     return m;
 }
 
@@ -302,10 +314,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
     wanted.rows = memory.rows;
-    const bool warpgroups =
-        takes_warpgroups(call, in.q.device, warpgroup_backward_channels) && call.keys <= most_warpgroup_rows &&
-        (call.softcap == 0 || !(call.bias || call.alibi_slopes)) && call.softcap <= most_warpgroup_cap &&
-        has_units(wanted.d_o, call.value_channels, call.q.dtype);
+    const bool warpgroups = takes_warpgroup_gradients(call, in, grad), split = static_cast<bool>(memory.split.q);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
@@ -324,7 +333,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
         sums.redo = redo;
         for_each([&](const AttentionSequences& s) {
-            if (on_warpgroups) launch_warpgroup_forward(call, s, sums, stream);
+            if (on_warpgroups && split) launch_split_forward(call, s, memory.split, sums, stream);
+            if (on_warpgroups && !split) launch_warpgroup_forward(call, s, sums, stream);
             launch_attention_forward(call, s, planes, sums, stream);
         });
     };
@@ -337,7 +347,9 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries,
                memory.far_heads);
     };
-    if (warpgroups) {
+    if (split)
+        for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
+    if (warpgroups || split) {
         memory.queries.early = memory.keys.early = true;
         saved.summed = memory.o != nullptr || !saved.lse;
         if (saved.summed) add_up(true, memory.queries);
@@ -416,6 +428,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
+    if (split)
+        for_each([&](const AttentionSequences& s) { launch_split_gradients(call, s, memory.split, wanted, stream); });
     if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
     for_each([&](const AttentionSequences& s) {
         if (wanted.dq) launch_gradients_by_query(call, s, planes, wanted, stream);

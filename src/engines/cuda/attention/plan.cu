@@ -133,11 +133,11 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
     p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
     p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
             : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
-            : planes_of(in) > 1 && takes_split(call, in.q.device)             ? Way::split
+            : takes_split(in, call, {})                                       ? Way::split
                                                                               : Way::other;
     p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
     if (p.way == Way::decode) p.decode = take_decode_parts(call, core::sequence_count(in), parts);
-    if (p.way == Way::split) p.split = take_split_operands(in, call, parts);
+    if (p.way == Way::split) p.split = take_split_operands(in, call, false, parts);
     if (p.way != Way::other) p.out.redo = redo_of_queries(in, parts);
     p.out.redo.early = p.way == Way::warpgroups;
     if (call.top_w >= 0) p.kept = parts.take<KeptKeys>(call.heads * call.total_queries);

@@ -94,17 +94,17 @@ struct ForwardBlock {
             }
             m.of_keys().release(tile, lane);
             float factor[2];
-            Left<__half, N> high, low;
+            SplitLeft<N> weights;
             if (sees) {
                 if (call.softcap != 0) x.each([&](float& e, int, int) { e = soft_cap(e, call.softcap).x; });
                 if (mask.hides<N>(at)) mask.hide(x, at, lane);
                 softmax.template take<true>(x, log2_e, factor);
-                split_left(high, low, x, weight);
+                weights.take_weights(x);
             }
             m.of_values().wait(tile);
             if (sees && out.o) {
                 if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) o.scale_rows(factor);
-                add_split_product(o, high, low, m.v(tile), split.v.unit[v + at / N] / weight);
+                add_split_product<columns>(o, weights, m.v(tile), split.v.unit[v + at / N]);
             }
             m.of_values().release(tile, lane);
         }
@@ -112,8 +112,6 @@ struct ForwardBlock {
     }
 
   private:
-    static constexpr float weight = 0x1p14F;  // what weights of at most 2 are multiplied by: f16 has no small numbers
-
     __device__ bool store(Acc<64, columns>& o, const Softmax<float>& softmax, const Mask& mask, int row,
                           int lane) const {
         bool nonfinite = false;

@@ -77,13 +77,16 @@ SplitRows take_split(const Redo& like, int heads, int channels, MemoryParts& par
 
 }  // namespace
 
-bool takes_split(const AttentionCall& call, core::Device device) {
-    return std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
-           call.top_w < 0 && !call.mask && !call.bias && !call.alibi_slopes && call.queries <= most_warpgroup_rows &&
-           call.keys <= most_warpgroup_rows && level_of(device) == Level::sm_90a;
+bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o) {
+    const bool is_bf16 = planes_of(in) == 1 && (!d_o || d_o.dtype == DType::bf16);
+    return !is_bf16 && std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
+           call.top_w < 0 && !call.mask && !call.bias && !call.alibi_slopes && (!d_o || call.softcap == 0) &&
+           call.queries <= most_warpgroup_rows && call.keys <= most_warpgroup_rows &&
+           level_of(in.q.device) == Level::sm_90a;
 }
 
-SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, MemoryParts& parts) {
+SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, bool with_d_o,
+                                  MemoryParts& parts) {
     MemoryParts none(nullptr);
     const Redo queries = redo_of_queries(in, none), keys = redo_of_keys(in, none);
     const int channels = std::max(call.channels, call.value_channels), key_heads = call.heads / call.group;
@@ -91,6 +94,7 @@ SplitOperands take_split_operands(const core::AttentionInputs& in, const Attenti
     s.q = take_split(queries, call.heads, channels, parts);
     s.k = take_split(keys, key_heads, channels, parts);
     s.v = take_split(keys, key_heads, channels, parts);
+    if (with_d_o) s.d_o = take_split(queries, call.heads, channels, parts);
     return s;
 }
 

@@ -39,12 +39,15 @@ struct SplitOperands {
     SplitRows q, k, v, d_o;
 };
 
-// Whether kernels of split operands compute a call.
-bool takes_split(const AttentionCall& call, core::Device device);
-SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, MemoryParts& parts);
+// Whether kernels of split operands compute a pass; d_o: of the backward one, or absent.
+bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o);
+SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, bool with_d_o,
+                                  MemoryParts& parts);
 void launch_split(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& to,
                   const View& d_o, cudaStream_t stream);
 void launch_split_forward(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
                           const ForwardOutputs& out, cudaStream_t stream);
+void launch_split_gradients(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
+                            const Gradients& grad, cudaStream_t stream);
 
 }  // namespace softdelta::cuda
