@@ -215,8 +215,6 @@ FastAttention draw_f32_attention(std::uint64_t seed) {
     for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
         RandomAttention call = draw_attention(drawn, ranges);
         if (call.options.top_w >= 0) continue;
-        call.inputs.mask = call.inputs.bias = call.inputs.alibi_slopes = call.inputs.bias_slopes = {};
-        for (Array* t : {&call.mask, &call.bias, &call.alibi_slopes, &call.bias_slopes}) *t = {};
         if (seed % 3 == 1) {
             scale(call.q, 0x1p-30), scale(call.k, 0x1p30), scale(call.d_o, 0x1p-20);
             if (!call.v_in_k) scale(call.v, 0x1p-40);

@@ -57,7 +57,7 @@ FastAttention draw_unit_attention(std::uint64_t seed);
 FastAttention draw_biased_attention(std::uint64_t seed);
 // Packed: many sequences of a few rows, few of hundreds, and some between.
 FastAttention draw_packed_attention(std::uint64_t seed);
-// f32 without mask and bias, of sizes far from 1 and of rows that differ in size.
+// f32 of sizes far from 1 and of rows that differ in size.
 FastAttention draw_f32_attention(std::uint64_t seed);
 // Biases that mask by huge numbers, some rows whole.
 FastAttention draw_padded_attention(std::uint64_t seed);

@@ -9,9 +9,9 @@
 #include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/split/products.h"
+#include "engines/cuda/attention/warpgroup/added.h"
 #include "engines/cuda/attention/warpgroup/boxes.h"
 #include "engines/cuda/attention/warpgroup/mask.h"
-#include "engines/cuda/attention/warpgroup/added.h"
 #include "engines/cuda/attention/warpgroup/softmax.h"
 #include "engines/cuda/device/grid.h"
 
@@ -46,7 +46,8 @@ struct ForwardTiles {
     }
 };
 
-template <int columns>
+// added: to scores, or their cap.
+template <int columns, bool added>
 struct ForwardBlock {
     using Tiles = ForwardTiles<columns>;
 
@@ -96,7 +97,12 @@ struct ForwardBlock {
             float factor[2];
             SplitLeft<N> weights;
             if (sees) {
-                if (call.softcap != 0) x.each([&](float& e, int, int) { e = soft_cap(e, call.softcap).x; });
+                if constexpr (added) {  // afterwards: registers are full before
+                    SplitScores<N> scores;
+                    float slope[N / 8][4];
+                    scores.template fetch<false>(call, s, head, first + row, at + own_column(lane));
+                    scores.take(x, call.softcap, slope);
+                }
                 if (mask.hides<N>(at)) mask.hide(x, at, lane);
                 softmax.template take<true>(x, log2_e, factor);
                 weights.take_weights(x);
@@ -122,19 +128,19 @@ struct ForwardBlock {
             const int i = first + row + 8 * half;
             if (i >= s.q_count) return;
             nonfinite = nonfinite || !isfinite(sum) || (seen && sum < 0.5F) ||
-                        (!seen && mask.seen[half].begin < mask.seen[half].end) || !o.row_is_finite(half);
+                        (!seen && !call.mask && !call.bias && mask.seen[half].begin < mask.seen[half].end) ||
+                        !o.row_is_finite(half);
             if (lane % 4 == 0) store_row_end(call, out, s, head, i, end);
             const View& to = out.o;
             if (to)
                 store_row(to, s.batch * to.stride[0] + (s.q_begin + i) * to.stride[1] + head * to.stride[2], o, half,
-                          call.value_channels, lane,
-                          [&](float e) { return end.scale == 0 ? 0.0F : e * end.scale; });
+                          call.value_channels, lane, [&](float e) { return end.scale == 0 ? 0.0F : e * end.scale; });
         });
         return nonfinite;
     }
 };
 
-template <int columns>
+template <int columns, bool added>
 __global__ void __launch_bounds__(block_threads, 1)
     split_forward_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences,
@@ -153,17 +159,17 @@ __global__ void __launch_bounds__(block_threads, 1)
         __syncthreads();
         const int first = static_cast<int>(at.first);
         const RowTile keys = sequences.tile_of(sequences.of_keys, at.i, 0);
-        const ForwardBlock<columns> block{m,
-                                          call,
-                                          split,
-                                          out,
-                                          s,
-                                          head,
-                                          first,
-                                          split.q.at(at, head),
-                                          split.k.at(keys, key_head),
-                                          split.v.at(keys, key_head),
-                                          keys_of_block<N>(call, s, first)};
+        const ForwardBlock<columns, added> block{m,
+                                                 call,
+                                                 split,
+                                                 out,
+                                                 s,
+                                                 head,
+                                                 first,
+                                                 split.q.at(at, head),
+                                                 split.k.at(keys, key_head),
+                                                 split.v.at(keys, key_head),
+                                                 keys_of_block<N>(call, s, first)};
         share_roles(
             [&] {
                 if (threadIdx.x == 0) block.produce();
@@ -178,23 +184,16 @@ __global__ void __launch_bounds__(block_threads, 1)
     }
 }
 
-template <int columns>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                const ForwardOutputs& out, cudaStream_t stream) {
-    launch(split_forward_kernel<columns>,
-           {tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
-            ForwardTiles<columns>::bytes},
-           stream, "attention forward of split operands", call, sequences, split, out);
-}
-
 }  // namespace
 
 void launch_split_forward(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
                           const ForwardOutputs& out, cudaStream_t stream) {
-    if (split.q.columns == 64)
-        launch_for<64>(call, sequences, split, out, stream);
-    else
-        launch_for<128>(call, sequences, split, out, stream);
+    with_split_kernel(call, split, [&]<int columns, bool added>() {
+        launch(split_forward_kernel<columns, added>,
+               {tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
+                ForwardTiles<columns>::bytes},
+               stream, "attention forward of split operands", call, sequences, split, out);
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -1,8 +1,9 @@
-// The gradients of split operands, by query and by key: a block has 128 own rows of a head, 64 for each of two consumers,
-// and walks over tiles of 32 streamed ones.
+// The gradients of split operands, by query and by key: a block has 128 own rows of a head, 64 for each of two
+// consumers, and walks over tiles of 32 streamed ones.
 //
 //     by query   own rows are queries, streamed are keys     S = q kᵀ     dP = do vᵀ     dq += scale·ds k
-//     by key     own rows are keys, streamed are queries     Sᵀ = k qᵀ    dPᵀ = v doᵀ    dk += scale·dsᵀ q   dv += Pᵀ do
+//     by key     own rows are keys, streamed are queries     Sᵀ = k qᵀ    dPᵀ = v doᵀ    dk += scale·dsᵀ q   dv += Pᵀ
+//     do
 //
 //     P = e^(S − lse)     ds = P∘(dP − D)
 #include "engines/cuda/attention/split/products.h"
@@ -50,7 +51,7 @@ struct GradientTiles {
     __device__ Stages ring() const { return {base + barriers_at}; }
 };
 
-template <int columns, bool by_key>
+template <int columns, bool by_key, bool added>
 struct GradientBlock {
     using Tiles = GradientTiles<columns>;
 
@@ -138,11 +139,18 @@ struct GradientBlock {
         each_tile([&](int tile, int h, int at) {
             const float of_scores = streamed_scores().unit[streamed_scores().at(streamed, h) + at / split_rows];
             const float of_values = streamed_values().unit[streamed_values().at(streamed, h) + at / split_rows];
+            const bool concerns = at < sees.end && at + N > sees.begin;
+            SplitScores<N> scores;
+            float slope[N / 8][4];
+            if constexpr (added)
+                if (concerns)
+                    scores.template fetch<by_key>(call, s, by_key ? h : head, begin + row, at + own_column(lane));
             m.ring().wait(tile);
-            if (at < sees.end && at + N > sees.begin) {
+            if (concerns) {
                 Acc<64, N> p, ds;
                 multiply_split(p, m.own_scores(w), m.scores(tile), score_unit * of_scores);
                 multiply_split(ds, m.own_values(w), m.values(tile), value_unit * of_values);  // dP
+                if constexpr (added) scores.take(p, call.softcap, slope);
                 const RowTerm* const terms = m.terms(tile) + own_column(lane);
                 const auto term = [&](int half, int column) { return by_key ? terms[column] : of_row[half]; };
                 p.each([&](float& e, int half, int column) {
@@ -151,7 +159,9 @@ struct GradientBlock {
                 });
                 if (mask.hides<N>(at)) mask.hide(p, at, lane, 0);
                 unrolled<N / 8, 4>([&](int i, int e) {
-                    ds.x[i][e] = p.x[i][e] * (ds.x[i][e] - term(e / 2, 8 * i + e % 2).D);
+                    float& of_ds = ds.x[i][e];
+                    of_ds = p.x[i][e] == 0 ? 0.0F : p.x[i][e] * (of_ds - term(e / 2, 8 * i + e % 2).D);
+                    if constexpr (added) of_ds *= slope[i][e];
                 });
                 SplitLeft<N> left;
                 if constexpr (by_key) {
@@ -187,7 +197,7 @@ struct GradientBlock {
     }
 };
 
-template <int columns, bool by_key>
+template <int columns, bool by_key, bool added>
 __global__ void __launch_bounds__(block_threads, 1)
     split_gradient_kernel(const __grid_constant__ AttentionCall call,
                           const __grid_constant__ AttentionSequences sequences,
@@ -204,9 +214,18 @@ __global__ void __launch_bounds__(block_threads, 1)
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
         if (threadIdx.x == 0) m.ring().start(32, 4 * consumers);
         __syncthreads();
-        const GradientBlock<columns, by_key> block{
-            m, call, split, grad, s, at, sequences.tile_of(streamed, at.i, 0), head, static_cast<int>(at.first),
-            by_key && !own ? call.keys : by_key ? s.k_count : s.q_count};
+        const GradientBlock<columns, by_key, added> block{m,
+                                                          call,
+                                                          split,
+                                                          grad,
+                                                          s,
+                                                          at,
+                                                          sequences.tile_of(streamed, at.i, 0),
+                                                          head,
+                                                          static_cast<int>(at.first),
+                                                          by_key && !own ? call.keys
+                                                          : by_key       ? s.k_count
+                                                                         : s.q_count};
         share_roles(
             [&] {
                 if (threadIdx.x < 32) block.produce(static_cast<int>(threadIdx.x));
@@ -214,36 +233,28 @@ __global__ void __launch_bounds__(block_threads, 1)
             [&](int w) {
                 const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
                 const bool nonfinite = any_consumer(block.consume(w, own_warp(), thread % 32));
-                if (w == 0 && thread == 0) *redo.at(sequences.tile_of_block(own, !by_key), heads, head) = nonfinite ? 1 : 0;
+                if (w == 0 && thread == 0)
+                    *redo.at(sequences.tile_of_block(own, !by_key), heads, head) = nonfinite ? 1 : 0;
             });
     }
-}
-
-template <int columns, bool by_key>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                const Gradients& grad, cudaStream_t stream) {
-    launch(split_gradient_kernel<columns, by_key>,
-           {by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
-                   : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count),
-            block_threads, GradientTiles<columns>::bytes},
-           stream, "attention's gradients of split operands", call, sequences, split, grad);
-}
-
-template <int columns>
-void launch_both(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                 const Gradients& grad, cudaStream_t stream) {
-    if (grad.dk || grad.dv) launch_for<columns, true>(call, sequences, split, grad, stream);
-    if (grad.dq) launch_for<columns, false>(call, sequences, split, grad, stream);
 }
 
 }  // namespace
 
 void launch_split_gradients(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
                             const Gradients& grad, cudaStream_t stream) {
-    if (split.q.columns == 64)
-        launch_both<64>(call, sequences, split, grad, stream);
-    else
-        launch_both<128>(call, sequences, split, grad, stream);
+    with_split_kernel(call, split, [&]<int columns, bool added>() {
+        const Grid by_key{tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count),
+                          block_threads, GradientTiles<columns>::bytes};
+        const Grid by_query{tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
+                            GradientTiles<columns>::bytes};
+        if (grad.dk || grad.dv)
+            launch(split_gradient_kernel<columns, true, added>, by_key, stream, "attention's split gradients by key",
+                   call, sequences, split, grad);
+        if (grad.dq)
+            launch(split_gradient_kernel<columns, false, added>, by_query, stream,
+                   "attention's split gradient by query", call, sequences, split, grad);
+    });
 }
 
 }  // namespace softdelta::cuda

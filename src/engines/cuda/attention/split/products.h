@@ -2,6 +2,7 @@
 // units cut sums off. A tile has n rows as their high parts, and then the low ones.
 #pragma once
 
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/registers.h"
@@ -26,6 +27,65 @@ __device__ inline void multiply_split(Acc<64, n>& x, const SplitTile<columns>& l
     ptx::wait_for_products<0>(low);
     unrolled<eights, 4>([&](int i, int m) { x.x[i][m] = (both[i][m] + (both[i + eights][m] + low[i][m])) * unit; });
 }
+
+// What makes scores of products: the lane's addends, which are on their way before the products are there, and the cap.
+template <int n>
+struct SplitScores {
+    float added[n / 8][4];
+
+    // Own rows [row, row + 8] and streamed ones from `column` on, both the lane's: queries and keys, or with by_key the
+    // other way round.
+    template <bool by_key>
+    __device__ void fetch(const AttentionCall& call, const AttentionSequence& s, int head, Index row, Index column) {
+        const auto each = [&](const auto& use) {  // use(addend, own, streamed, whether both are there)
+            unrolled<n / 8, 4>([&](int at, int m) {
+                const Index own = row + 8 * (m / 2), streamed = column + 8 * at + m % 2;
+                use(added[at][m], own, streamed,
+                    own < (by_key ? s.k_count : s.q_count) && streamed < (by_key ? s.q_count : s.k_count));
+            });
+        };
+        const auto load = [&](const View& view, int group, const auto* data, const auto& use) {
+            const Index* stride = view.stride;
+            const Index of_own = stride[by_key ? 3 : 2], of_streamed = stride[by_key ? 2 : 3];
+            data += s.mask_batch * stride[0] + head / group * stride[1] + row * of_own + column * of_streamed;
+            each([&](float& e, Index own, Index streamed, bool there) {
+                if (there) use(e, data[(own - row) * of_own + (streamed - column) * of_streamed]);
+            });
+        };
+        each([](float& e, Index, Index, bool) { e = 0; });
+        if (call.bias)
+            with_type(call.bias, [&](const auto* data) {
+                load(call.bias, call.bias_group, data, [](float& e, auto x) { e = to_float(x); });
+            });
+        if (call.bias_slopes || call.alibi_slopes) {
+            const float slope = bias_slope(call, head);
+            const float alibi =
+                call.alibi_slopes ? cuda::load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F;
+            const Index shift = by_key ? s.q_count - s.k_count : s.k_count - s.q_count;
+            each([&](float& e, Index own, Index streamed, bool) {
+                const Index distance = own + shift - streamed;
+                const float sum = slope * e - alibi * static_cast<float>(distance < 0 ? -distance : distance);
+                if (isfinite(e)) e = fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // −∞ masks whatever the slope
+            });
+        }
+        if (call.mask)
+            load(call.mask, call.mask_group, static_cast<const std::uint8_t*>(call.mask.data),
+                 [](float& e, std::uint8_t seen) { e = seen == 0 ? -INFINITY : e; });
+    }
+    // slope: the cap's derivative.
+    __device__ void take(Acc<64, n>& x, float softcap, float (&slope)[n / 8][4]) const {
+        unrolled<n / 8, 4>([&](int at, int m) {
+            float& e = x.x[at][m];
+            slope[at][m] = 1;
+            if (softcap != 0) {  // cap·tanh(x / cap) without a call, for which registers would be moved
+                const float u = e / softcap, less = expm1f(-2 * fabsf(u)), over = 1 / (2 + less);
+                e = copysignf(softcap * -less * over, u);
+                slope[at][m] = 4 * (1 + less) * over * over;
+            }
+            e = added[at][m] == -INFINITY ? -INFINITY : e + added[at][m];  // hidden, though its product is no number
+        });
+    }
+};
 
 // Left operands of 64 rows, of which each has been divided by its unit.
 template <int n>

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(threads)
     const AttentionSequence s = sequences[at.i];
     const int head = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x), odd = blockIdx.x % 2;
     const Index first = at.first + odd * split_rows;
-    const Rows rows = of_keys ? Rows::of_keys(view, call, s, head, channels) : Rows::of_queries(view, s, head, channels);
+    const Rows rows =
+        of_keys ? Rows::of_keys(view, call, s, head, channels) : Rows::of_queries(view, s, head, channels);
     float x[turns][8];
     unrolled<turns>([&](int turn) {
         const int row = turn * rows_at_once + thread / units;
@@ -39,8 +40,7 @@ __global__ void __launch_bounds__(threads)
     const int lane = thread % 32;
     const float most = maximum_of_warp(fmaxf(largest[lane], largest[lane + 32]));
     const auto is_lost = [&](float row) { return row != 0 && row < spread * most; };
-    const bool spoiled =
-        __any_sync(0xffffffffu, is_lost(largest[lane]) || is_lost(largest[lane + 32])) || isinf(most);
+    const bool spoiled = __any_sync(0xffffffffu, is_lost(largest[lane]) || is_lost(largest[lane + 32])) || isinf(most);
     int exponent = 0;
     if (most != 0 && !spoiled) frexpf(most, &exponent), exponent -= 15;
     const Index tile = to.at(at, head) + odd;
@@ -80,8 +80,7 @@ SplitRows take_split(const Redo& like, int heads, int channels, MemoryParts& par
 bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o) {
     const bool is_bf16 = planes_of(in) == 1 && (!d_o || d_o.dtype == DType::bf16);
     return !is_bf16 && std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
-           call.top_w < 0 && !call.mask && !call.bias && !call.alibi_slopes && (!d_o || call.softcap == 0) &&
-           call.queries <= most_warpgroup_rows && call.keys <= most_warpgroup_rows &&
+           call.top_w < 0 && call.queries <= most_warpgroup_rows && call.keys <= most_warpgroup_rows &&
            level_of(in.q.device) == Level::sm_90a;
 }
 

@@ -1,5 +1,5 @@
-// Operands of f32 precision for products of warpgroups: a number is a sum of two of f16, high + low, which hold 23 bits.
-// A product leaves out what is smaller than those: x·y ≈ high·high + (high·low + low·high).
+// Operands of f32 precision for products of warpgroups: a number is a sum of two of f16, high + low, which hold 23
+// bits. A product leaves out what is smaller than those: x·y ≈ high·high + (high·low + low·high).
 //
 // f16 has a small range. So 64 rows of a head share a power of 2, `unit`: the largest of them lies in [2¹⁴, 2¹⁵). A row
 // that is smaller than the largest by more than 2¹⁶ has lost bits, and Inf and NaN have no place there: `unit` is NaN
@@ -38,6 +38,15 @@ struct SplitRows {
 struct SplitOperands {
     SplitRows q, k, v, d_o;
 };
+
+// with.template operator()<columns, added>(): whether anything is added to scores, or caps them.
+template <class With>
+void with_split_kernel(const AttentionCall& call, const SplitOperands& split, const With& with) {
+    const bool added = call.mask || call.bias || call.alibi_slopes || call.softcap != 0;
+    if (split.q.columns == 64)
+        return added ? with.template operator()<64, true>() : with.template operator()<64, false>();
+    added ? with.template operator()<128, true>() : with.template operator()<128, false>();
+}
 
 // Whether kernels of split operands compute a pass; d_o: of the backward one, or absent.
 bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o);
