@@ -207,6 +207,12 @@ bool takes_warpgroup_gradients(const AttentionCall& call, const core::AttentionI
            has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
+// Where nothing shares an element of dbias, kernels of split operands store ds.
+bool takes_split_bias(const core::AttentionInputs& in, const core::Tensor& dbias) {
+    return dbias && is_whole(in) && dbias.shape[0] == in.q.shape[0] && dbias.shape[1] == in.q.shape[2] &&
+           dbias.shape[2] == in.q.shape[1] && dbias.shape[3] == in.k.shape[1];
+}
+
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
                  const core::AttentionGradients& grad, MemoryParts& parts) {
     const Index rows = in.q.shape[0] * in.q.shape[1] * in.q.shape[2];
@@ -347,8 +353,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries,
                memory.far_heads);
     };
-    if (split)
-        for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
+    if (split) for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
     if (warpgroups || split) {
         memory.queries.early = memory.keys.early = true;
         saved.summed = memory.o != nullptr || !saved.lse;
@@ -428,15 +433,19 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
-    if (split)
-        for_each([&](const AttentionSequences& s) { launch_split_gradients(call, s, memory.split, wanted, stream); });
+    const bool split_bias = split && takes_split_bias(in, grad.dbias);
+    if (split) {
+        Gradients of = wanted;
+        if (!split_bias) of.dbias = View();
+        for_each([&](const AttentionSequences& s) { launch_split_gradients(call, s, memory.split, of, stream); });
+    }
     if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
     for_each([&](const AttentionSequences& s) {
         if (wanted.dq) launch_gradients_by_query(call, s, planes, wanted, stream);
         if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
-            if (!bias_by_key && !bias) of_bias.redo_keys = {};
+            if (!bias_by_key && !bias && !split_bias) of_bias.redo_keys = {};
             launch_bias_gradient(call, s, planes, of_bias, stream);
         }
     });

@@ -160,6 +160,11 @@ struct ForwardOutputs {
     View far_lse{};
 };
 
+// Neither packed nor in blocks: batch rows are sequences, and all keys are in use.
+inline bool is_whole(const core::AttentionInputs& in) {
+    return !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
+}
+
 // Planes that hold the operands: 1 where all of them are bf16, otherwise 3.
 int planes_of(const core::AttentionInputs& in);
 

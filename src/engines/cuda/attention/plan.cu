@@ -33,11 +33,6 @@ namespace {
 
 constexpr Index most_elements = Index(1) << 28;  // of stored ds: 512 MiB
 
-// Neither packed nor in blocks: batch rows are sequences, and all keys are in use.
-bool is_whole(const core::AttentionInputs& in) {
-    return !in.cu_seqlens_q && !in.cu_seqlens_k && !in.cache_seqlens && !in.block_table;
-}
-
 }  // namespace
 
 // Where a launch would have too few blocks to fill the card, ds is computed once more: that takes less time. So does it

@@ -139,7 +139,7 @@ struct GradientBlock {
         each_tile([&](int tile, int h, int at) {
             const float of_scores = streamed_scores().unit[streamed_scores().at(streamed, h) + at / split_rows];
             const float of_values = streamed_values().unit[streamed_values().at(streamed, h) + at / split_rows];
-            const bool concerns = at < sees.end && at + N > sees.begin;
+            const bool concerns = (at < sees.end && at + N > sees.begin) || stores_bias();
             SplitScores<N> scores;
             float slope[N / 8][4];
             if constexpr (added)
@@ -161,8 +161,9 @@ struct GradientBlock {
                 unrolled<N / 8, 4>([&](int i, int e) {
                     float& of_ds = ds.x[i][e];
                     of_ds = p.x[i][e] == 0 ? 0.0F : p.x[i][e] * (of_ds - term(e / 2, 8 * i + e % 2).D);
-                    if constexpr (added) of_ds *= slope[i][e];
                 });
+                if (stores_bias()) store_bias(ds, h, begin + row, at + own_column(lane));
+                if constexpr (added) unrolled<N / 8, 4>([&](int i, int e) { ds.x[i][e] *= slope[i][e]; });
                 SplitLeft<N> left;
                 if constexpr (by_key) {
                     left.take(p);
@@ -176,7 +177,33 @@ struct GradientBlock {
         return store(dx, dv, begin + row, lane);
     }
 
+    // dbias where no tile is, by so many threads.
+    __device__ void clear_bias(int thread, int threads) const {
+        if (!stores_bias()) return;
+        const Span all = concerned(first, warpgroup_rows);
+        const Index begin = all.begin / N * N, end = max(begin, Index((all.end + N - 1) / N * N));
+        for (int h = head * call.group; h < (head + 1) * call.group; ++h)
+            for (Index e = thread; e < s.q_count * warpgroup_rows; e += threads) {
+                const Index i = e / warpgroup_rows, j = first + e % warpgroup_rows;
+                if ((i < begin || i >= end) && j < s.k_count) cuda::store(grad.dbias, bias_at(h, i, j), 0);
+            }
+    }
+
   private:
+    __device__ bool stores_bias() const { return by_key && added && grad.dbias; }
+    __device__ Index bias_at(int h, Index i, Index j) const {
+        const Index* stride = grad.dbias.stride;
+        return s.mask_batch * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
+    }
+    __device__ void store_bias(Acc<64, N>& ds, int h, Index key, Index query) const {
+        const float slope = bias_slope(call, h);
+        with_type(grad.dbias, [&](auto* data) {
+            ds.each([&](float e, int half, int column) {
+                const Index i = query + column, j = key + 8 * half;
+                if (i < s.q_count && j < s.k_count) assign(data + bias_at(h, i, j), slope * e);
+            });
+        });
+    }
     __device__ bool store(Acc<64, columns>& dx, Acc<64, by_key ? columns : 8>& dv, Index row, int lane) const {
         bool nonfinite = false;
         const Index count = by_key ? s.k_count : s.q_count, begin = by_key ? s.k_begin : s.q_begin;
@@ -228,7 +255,11 @@ __global__ void __launch_bounds__(block_threads, 1)
                                                                          : s.q_count};
         share_roles(
             [&] {
-                if (threadIdx.x < 32) block.produce(static_cast<int>(threadIdx.x));
+                const int thread = static_cast<int>(threadIdx.x);
+                if (thread < 32)
+                    block.produce(thread);
+                else
+                    block.clear_bias(thread - 32, warpgroup_threads - 32);
             },
             [&](int w) {
                 const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
@@ -248,7 +279,7 @@ void launch_split_gradients(const AttentionCall& call, const AttentionSequences&
                           block_threads, GradientTiles<columns>::bytes};
         const Grid by_query{tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
                             GradientTiles<columns>::bytes};
-        if (grad.dk || grad.dv)
+        if (grad.dk || grad.dv || grad.dbias)
             launch(split_gradient_kernel<columns, true, added>, by_key, stream, "attention's split gradients by key",
                    call, sequences, split, grad);
         if (grad.dq)

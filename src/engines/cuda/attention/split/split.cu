@@ -78,8 +78,9 @@ SplitRows take_split(const Redo& like, int heads, int channels, MemoryParts& par
 }  // namespace
 
 bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o) {
-    const bool is_bf16 = planes_of(in) == 1 && (!d_o || d_o.dtype == DType::bf16);
-    return !is_bf16 && std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
+    const auto is_f32 = [](const core::Tensor& t) { return t && t.dtype == DType::f32; };
+    return (is_f32(in.q) || is_f32(in.k) || is_f32(in.v) || is_f32(d_o)) &&
+           std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
            call.top_w < 0 && call.queries <= most_warpgroup_rows && call.keys <= most_warpgroup_rows &&
            level_of(in.q.device) == Level::sm_90a;
 }

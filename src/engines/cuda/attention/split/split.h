@@ -56,6 +56,7 @@ void launch_split(const AttentionCall& call, const AttentionSequences& sequences
                   const View& d_o, cudaStream_t stream);
 void launch_split_forward(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
                           const ForwardOutputs& out, cudaStream_t stream);
+// dk and dv, dbias that nothing shares, and dq, of what is wanted.
 void launch_split_gradients(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
                             const Gradients& grad, cudaStream_t stream);
 
