@@ -6,9 +6,9 @@
 
 namespace softdelta::cuda::warpgroup {
 
-// Weights must fit T. Those of f16 and f32 are at most 2^slack: top follows the maxima. Those of bf16 may be as large as any
-// f32: once top is known, and near 0, it follows the sums, which are there anyway. A row that climbs by more than 2^100
-// from a tile to the next may overflow: then it is not finite, and another kernel makes it.
+// Weights must fit T. Those of f16 and f32 are at most 2^slack: top follows the maxima. Those of bf16 may be as large
+// as any f32: once top is known, and near 0, it follows the sums, which are there anyway. A row that climbs by more
+// than 2^100 from a tile to the next may overflow: then it is not finite, and another kernel makes it.
 template <class T>
 struct Softmax {
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the lane's part of a sum
