@@ -38,18 +38,17 @@ SOFTDELTA_INLINE void multiply_column(const std::uint32_t* a, const std::uint32_
     Tiles::template write_whole<1, 1>(c);
 }
 
-// The same on top of zeros between `steps` other steps: step(first), step(first + 1), … Products and vectors then
-// compute at a time.
-template <class Tiles, int depth, int steps, class Step>
+// The same between `steps` other steps: step(first), step(first + 1), … Products and vectors then compute at a time.
+template <class Tiles, int depth, int steps, bool add = false, class Step>
 SOFTDELTA_INLINE void multiply_between(const std::uint32_t* a, const std::uint32_t* b, float* c, Index first,
                                        Step& step) {
-    Tiles::template clear<0>();
-    Tiles::template clear<1>();
+    begin_sums<Tiles>(c, add);
     const auto product = [&]<int w>(std::integral_constant<int, w> /*w*/) __attribute__((always_inline)) {
         constexpr int k = w / 2, half = w % 2;
         if constexpr (half == 0) Tiles::template read_whole<3, k>(b);
         Tiles::template read_whole<2, w>(a);
         Tiles::template multiply_add<half, 2, 3>();
+        if constexpr (k == depth - 1) Tiles::template write_whole<half, half>(c);
     };
     const auto some = [&]<int begin, int... i>(std::integral_constant<int, begin> /*begin*/,
                                                std::integer_sequence<int, i...> /*i*/) __attribute__((always_inline)) {
@@ -61,8 +60,6 @@ SOFTDELTA_INLINE void multiply_between(const std::uint32_t* a, const std::uint32
          ...);
     };
     each(std::make_integer_sequence<int, steps>{});
-    Tiles::template write_whole<0, 0>(c);
-    Tiles::template write_whole<1, 1>(c);
 }
 
 // C of 16 rows and 32 columns, two tiles side by side: of A [depth tiles] and B [depth, 2 tiles].

@@ -476,22 +476,39 @@ class ForwardByTiles : ForwardUnit<P> {
         return {at_.offset, at_.lanes + part.r * W, typename Tiles::Exponentials(splat(slope_ * sixteen_bits::one))};
     }
 
-    // Of row l of the group and some vectors of keys.
+    // Of row l of the group and some vectors of keys. What a row that rises needs stands apart: a pipeline has a copy
+    // of the rest for each of its rows.
     template <Index vectors, class RowScores>
     SOFTDELTA_INLINE void exponentials(const Part& part, const Rows& at, Index l, const RowScores& scores, Word* p) {
+        F x[vectors];
+        const F total = take<vectors>(at, l, scores, x);
+        if (__builtin_expect(any(total > F(forward_blocks::most_total)), 0))
+            in_32_bits<vectors>(part, l, scores, p);
+        else
+            put<vectors>(at, l, x, total, p);
+    }
+    template <Index vectors, class RowScores>
+    [[gnu::noinline]] void in_32_bits(const Part& part, Index l, RowScores scores, Word* p) {
+        const Rows at = rows_of(part);
         F x[vectors], total;
-        for (;;) {
-            const F base = splat(at.base[l]), rise = splat(at.rise[l]);
+        do total = take<vectors>(at, l, scores, x);
+        while (any(total > F(forward_blocks::most_total)) && raise(part.r + l, l, highest<vectors>(scores), p));
+        put<vectors>(at, l, x, total, p);
+    }
+    template <Index vectors, class RowScores>
+    SOFTDELTA_INLINE static F take(const Rows& at, Index l, const RowScores& scores, F (&x)[vectors]) {
+        const F base = splat(at.base[l]), rise = splat(at.rise[l]);
 #pragma GCC unroll 4
-            for (Index i = 0; i < vectors; ++i) {
-                const F below = base - scores(i);  // loaded as its operand
-                x[i] = exp2_for_bf16(fma(below, at.fall, rise));
-            }
-            total = x[0] + x[1];
-            if constexpr (vectors == 4) total = total + (x[2] + x[3]);
-            if (__builtin_expect(!any(total > F(forward_blocks::most_total)), 1)) break;
-            if (!raise(part.r + l, l, highest<vectors>(scores), p)) break;
+        for (Index i = 0; i < vectors; ++i) {
+            const F below = base - scores(i);  // loaded as its operand
+            x[i] = exp2_for_bf16(fma(below, at.fall, rise));
         }
+        F total = x[0] + x[1];
+        if constexpr (vectors == 4) total = total + (x[2] + x[3]);
+        return total;
+    }
+    template <Index vectors>
+    SOFTDELTA_INLINE static void put(const Rows& at, Index l, const F (&x)[vectors], F total, Word* p) {
         float* lanes = at.lanes + l * W;
         store(lanes, load(lanes) + total);
 #pragma GCC unroll 2
@@ -503,29 +520,43 @@ class ForwardByTiles : ForwardUnit<P> {
     SOFTDELTA_INLINE void exponentials(const Part& part, const Rows16& at, Index l, const RowScores& scores, Word* p) {
         static_assert(vectors == 4);
         U x[2];
+        const F total = take(at, l, scores, x);
+        if (__builtin_expect(all(total <= F(forward_blocks::most_total)), 1))  // NaN, of the largest, is not
+            put(at, l, x, total, p);
+        else
+            raise_in_16_bits<vectors>(part, l, scores, p);
+    }
+    template <Index vectors, class RowScores>
+    [[gnu::noinline]] void raise_in_16_bits(const Part& part, Index l, RowScores scores, Word* p) {
+        const Rows16 at = rows16_of(part);
+        U x[2];
         F total;
         for (;;) {
-            const F offset = splat(at.offset[l]);
-            total = splat(0.0F);
-#pragma GCC unroll 2
-            for (Index i = 0; i < 2; ++i) {
-                x[i] = at.in_16_bits.template of<RowScores::bounded>(scores(2 * i), scores(2 * i + 1), offset);
-                total = at.in_16_bits.add(x[i], total);
-            }
-            if (__builtin_expect(all(total <= F(forward_blocks::most_total)), 1)) break;  // NaN, of the largest, is not
+            total = take(at, l, scores, x);
+            if (all(total <= F(forward_blocks::most_total))) break;
             if (!raise(part.r + l, l, highest<vectors>(scores), p)) break;
             find_offsets(l / W * W, part.r + l / W * W);
             if (!(std::abs(at_.maximum[part.r + l] * slope_) * sixteen_bits::one < sixteen_bits::largest))
                 return in_32_bits<vectors>(part, l, scores, p);
         }
+        put(at, l, x, total, p);
+    }
+    template <class RowScores>
+    SOFTDELTA_INLINE static F take(const Rows16& at, Index l, const RowScores& scores, U (&x)[2]) {
+        const F offset = splat(at.offset[l]);
+        F total = splat(0.0F);
+#pragma GCC unroll 2
+        for (Index i = 0; i < 2; ++i) {
+            x[i] = at.in_16_bits.template of<RowScores::bounded>(scores(2 * i), scores(2 * i + 1), offset);
+            total = at.in_16_bits.add(x[i], total);
+        }
+        return total;
+    }
+    SOFTDELTA_INLINE static void put(const Rows16& at, Index l, const U (&x)[2], F total, Word* p) {
         float* lanes = at.lanes + l * W;
         store(lanes, load(lanes) + total);
 #pragma GCC unroll 2
         for (Index i = 0; i < 2; ++i) store(p + row_of_group(l) + i * 2 * tile_words, x[i]);
-    }
-    template <Index vectors, class RowScores>
-    [[gnu::noinline]] void in_32_bits(const Part& part, Index l, RowScores scores, Word* p) {
-        exponentials<vectors>(part, rows_of(part), l, scores, p);
     }
 
     template <Index vectors, class RowScores>

@@ -6,10 +6,8 @@
 //     exponentials of panel t | step of the caller
 //     sums of an older part   |
 //
-// Tiles 0 and 1 hold sums, 2 is read of A and 3 of B: see multiply_column().
+// Loops over columns keep the code short, which is compiled once for each size of rows.
 #pragma once
-
-#include <utility>
 
 #include "engines/cpu/kernels/gemm/tile_products.h"
 
@@ -29,52 +27,25 @@ struct TilePanel {
     // All products; step(i), i < steps, is called between.
     template <class Step>
     SOFTDELTA_INLINE void run(Step&& step) const {
-        each(std::make_integer_sequence<int, steps>{}, step);
+#pragma GCC unroll 1
+        for (int n = 0; n < key_tiles; ++n)
+            multiply_between<Tiles, chunks, score_steps>(q, keys + n * chunks * tile_words, scores + n * 2 * tile_words,
+                                                         n * score_steps, step);
+#pragma GCC unroll 1
+        for (int n = 0; n < columns; ++n)
+            multiply_between<Tiles, part_steps, sum_steps, true>(p, values + n * part_steps * tile_words,
+                                                                 o + n * 2 * tile_words,
+                                                                 key_tiles * score_steps + n * sum_steps, step);
     }
 
   private:
-    static constexpr int score_products = key_tiles * chunks * 2, products = score_products + columns * part_steps * 2;
-
-    template <int... i, class Step>
-    SOFTDELTA_INLINE void each(std::integer_sequence<int, i...> /*steps*/, Step& step) const {
-        (one_step<i>(step), ...);
+    // Steps beside a column, so that about as many products stand between any two.
+    static constexpr int choose_sum_steps() {
+        int n = steps * part_steps / (key_tiles * chunks + columns * part_steps);
+        while ((steps - columns * n) % key_tiles != 0) --n;
+        return n;
     }
-    template <int i, class Step>
-    SOFTDELTA_INLINE void one_step(Step& step) const {
-        step(Index{i});
-        constexpr int begin = products * i / steps, end = products * (i + 1) / steps;
-        some<begin>(std::make_integer_sequence<int, end - begin>{});
-    }
-    template <int begin, int... i>
-    SOFTDELTA_INLINE void some(std::integer_sequence<int, i...> /*products*/) const {
-        (product<begin + i>(), ...);
-    }
-    template <int w>
-    SOFTDELTA_INLINE void product() const {
-        if constexpr (w < score_products)
-            column<w / 2 / chunks, w / 2 % chunks, chunks, w % 2, false>(q, keys, scores);
-        else
-            column<(w - score_products) / 2 / part_steps, w / 2 % part_steps, part_steps, w % 2, true>(p, values, o);
-    }
-
-    // Product k of `depth` for the upper (half = 0) or lower tile of column n.
-    template <int n, int k, int depth, int half, bool add>
-    SOFTDELTA_INLINE static void column(const Word* a, const Word* b, float* c) {
-        if constexpr (k == 0 && half == 0) {
-            if constexpr (add) {
-                Tiles::template read_whole<0, 2 * n>(c);
-                Tiles::template read_whole<1, 2 * n + 1>(c);
-            } else {
-                Tiles::template clear<0>();
-                Tiles::template clear<1>();
-            }
-        }
-        if constexpr (half == 0) Tiles::template read_whole<3, n * depth + k>(b);
-        Tiles::template read_whole<2, 2 * k + half>(a);
-        Tiles::template multiply_add<half, 2, 3>();
-        if constexpr (k == depth - 1) Tiles::template write_whole<half, 2 * n + half>(c);
-    }
-    static_assert(score_products / 2 % part_steps == 0);
+    static constexpr int sum_steps = choose_sum_steps(), score_steps = (steps - columns * sum_steps) / key_tiles;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE
