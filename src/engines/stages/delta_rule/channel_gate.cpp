@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "engines/stages/delta_rule/fold.h"
+#include "engines/stages/delta_rule/products.h"
 
 namespace softdelta::stages::delta {
 
@@ -47,6 +48,12 @@ void decay_pairs(const Rows<double>& X, const Rows<double>& G, Index i, Index be
     exponentiate(decay.data(), decay.size());
 }
 
+// A part of a tile ← factor·a·bᵀ.
+template <class Part, class A, class T>
+void multiply_into(Part part, T factor, const A& a, const Tile<T>& b) {
+    part.noalias() = factor * a * b.transpose();
+}
+
 template <class T>
 void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, Rounding& rounding,
                          FoldScratch<T>& s, Folded<T>& f) {
@@ -56,12 +63,12 @@ void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block
     decay_from_anchor(c.G, c.G, b, s.left);
     s.left.array() *= c.q.middleRows(b.begin, b.count).array();
     rounding.operand(s.left.data(), s.left.size());
-    f.score.block(b.begin, 0, b.count, b.begin).noalias() = rule.scale * s.left * s.right.transpose();
+    multiply_into(f.score.block(b.begin, 0, b.count, b.begin), rule.scale, s.left, s.right);
     if (!rule.erases) return;
     decay_from_anchor(c.E, c.G, b, s.left);
     s.left.array() *= c.p.middleRows(b.begin, b.count).array();
     rounding.operand(s.left.data(), s.left.size());
-    f.erase_score.block(b.begin, 0, b.count, b.begin).noalias() = s.left * s.right.transpose();
+    multiply_into(f.erase_score.block(b.begin, 0, b.count, b.begin), T(1), s.left, s.right);
 }
 
 template <class T>
@@ -70,14 +77,14 @@ void fold_own_block(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, 
         const Index n = i - b.begin;
         decay_pairs(c.G, c.G, i, b.begin, s.decay);
         s.decay.array() *= c.k.middleRows(b.begin, n).array();
-        f.score.row(i).segment(b.begin, n).noalias() = rule.scale * c.q.row(i) * s.decay.transpose();
+        multiply_into(f.score.row(i).segment(b.begin, n), rule.scale, c.q.row(i), s.decay);
         f.score(i, i) = rule.scale * c.q.row(i).dot(c.k.row(i));
         if (!rule.erases) continue;
         if (!c.erases_like_reading()) {
             decay_pairs(c.E, c.G, i, b.begin, s.decay);
             s.decay.array() *= c.k.middleRows(b.begin, n).array();
         }
-        f.erase_score.row(i).segment(b.begin, n).noalias() = c.p.row(i) * s.decay.transpose();
+        multiply_into(f.erase_score.row(i).segment(b.begin, n), T(1), c.p.row(i), s.decay);
     }
 }
 
@@ -91,26 +98,26 @@ void unfold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Fol
     rounding.operand(s.right.data(), s.right.size());
 
     decay_from_anchor(c.G, c.G, b, s.left);
-    s.product.noalias() = rule.scale * dscore * s.right;
+    multiply(rule.scale, dscore, s.right, s.product);
     s.product.array() *= s.left.array();
     u.dq_intra.middleRows(b.begin, b.count) += s.product;
     s.terms = s.product.cwiseProduct(c.q.middleRows(b.begin, b.count));
     add_spans_up_to(s.terms, false, u.dg.middleRows(b.begin, b.count));
     s.left.array() *= c.q.middleRows(b.begin, b.count).array();
     rounding.operand(s.left.data(), s.left.size());
-    s.pair.noalias() = rule.scale * dscore.transpose() * s.left;  // dk before its decay
+    multiply_at(rule.scale, dscore, s.left, s.pair);  // dk before its decay
 
     if (rule.erases) {
         const auto derase_score = d.erase_score.block(b.begin, 0, b.count, b.begin);
         decay_from_anchor(c.E, c.G, b, s.left);
-        s.product.noalias() = derase_score * s.right;
+        multiply(1, derase_score, s.right, s.product);
         s.product.array() *= s.left.array();
         u.e_intra.middleRows(b.begin, b.count) += s.product;
         s.terms = s.product.cwiseProduct(s.beta_p.middleRows(b.begin, b.count));
         add_spans_up_to(s.terms, rule.before_decay, u.dg.middleRows(b.begin, b.count));
         s.left.array() *= s.beta_p.middleRows(b.begin, b.count).array();
         rounding.operand(s.left.data(), s.left.size());
-        s.pair.noalias() += derase_score.transpose() * s.left;
+        add_product_at(1, derase_score, s.left, s.pair);
     }
     s.pair.array() *= s.decay.array();
     u.dk_intra.topRows(b.begin) += s.pair;

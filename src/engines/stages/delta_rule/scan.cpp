@@ -3,6 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "engines/stages/delta_rule/products.h"
+
 namespace softdelta::stages::delta {
 
 namespace {
@@ -23,9 +25,9 @@ template <class T>
 void multiply_lower(const Tile<T>& lower, const Tile<T>& x, bool adds, Tile<T>& out) {
     const auto multiply = [&](const Tile<T>& right) {
         if (adds)
-            out.noalias() += lower * right;
+            add_product(1, lower, right, out);
         else
-            out.noalias() = lower * right;
+            delta::multiply(1, lower, right, out);
     };
     if (x.allFinite()) return multiply(x);
     Tile<T> finite = x;
@@ -40,15 +42,15 @@ void multiply_lower(const Tile<T>& lower, const Tile<T>& x, bool adds, Tile<T>& 
 // The gradient of the inverse, as kernels have it. The outer triangle is essential, the inner one is only tidy.
 template <class T>
 void take_inverse_gradient(const Folded<T>& f, const Scan<T>& x, Rounding& rounding, ScanGradients<T>& dx) {
-    dx.dw.noalias() = -dx.dU * x.h.transpose();
+    multiply_bt(-1, dx.dU, x.h, dx.dw);
     round(rounding, dx.dw);
-    dx.dA.noalias() = dx.dU * x.beta_v.transpose();
-    dx.dA.noalias() += dx.dw * f.erase_key.transpose();
+    multiply_bt(1, dx.dU, x.beta_v, dx.dA);
+    add_product_bt(1, dx.dw, f.erase_key, dx.dA);
     clear_upper(dx.dA, false);
     round(rounding, dx.dA);
-    dx.product.noalias() = dx.dA * x.A.transpose();
+    multiply_bt(1, dx.dA, x.A, dx.product);
     round(rounding, dx.product);
-    dx.dL.noalias() = -x.A.transpose() * dx.product;
+    multiply_at(-1, x.A, dx.product, dx.dL);
     clear_upper(dx.dL, true);
 }
 
@@ -72,13 +74,13 @@ void scan_forward(bool erases, const Chunk<T>& c, Folded<T>& f, Rounding& roundi
         round(rounding, x.w);
         round(rounding, x.u);
         x.U = x.u;
-        x.U.noalias() -= x.w * x.h;
+        add_product(-1, x.w, x.h, x.U);
     }
     round(rounding, x.U);
-    o.noalias() = f.read_query * x.h;
+    multiply(1, f.read_query, x.h, o);
     multiply_lower(f.score, x.U, true, o);
     state.array().colwise() *= f.state_decay.array();
-    state.noalias() += f.write_key.transpose() * x.U;
+    add_product_at(1, f.write_key, x.U, state);
 }
 
 template <class T>
@@ -92,7 +94,7 @@ void advance_state(const Chunk<T>& c, const Scan<T>& x, Index rows, FoldScratch<
     exponentiate(scratch.decay.data(), scratch.decay.size());
     decay_rows(c.k.topRows(rows), scratch.decay.topRows(rows), scratch.left);
     for (Index m = 0; m < state.rows(); ++m) state.row(m) *= scratch.decay(rows, channels == 1 ? 0 : m);
-    state.noalias() += scratch.left.transpose() * x.U.topRows(rows);
+    add_product_at(1, scratch.left, x.U.topRows(rows), state);
 }
 
 template <class T>
@@ -100,30 +102,30 @@ void scan_backward(bool erases, bool wants_inverse, const Folded<T>& f, const Sc
                    ScanGradients<T>& dx, FoldedGradients<T>& d, Tile<T>& dstate) {
     dx.dh = dstate;
     round(rounding, dx.dh);
-    dx.dv_local.noalias() = f.score.transpose() * dx.d_o;
+    multiply_at(1, f.score, dx.d_o, dx.dv_local);
     dx.dU = dx.dv_local;
-    dx.dU.noalias() += f.write_key * dx.dh;
+    add_product(1, f.write_key, dx.dh, dx.dU);
     round(rounding, dx.dU);
-    d.read_query.noalias() = dx.d_o * x.h.transpose();
-    d.write_key.noalias() = x.U * dx.dh.transpose();
+    multiply_bt(1, dx.d_o, x.h, d.read_query);
+    multiply_bt(1, x.U, dx.dh, d.write_key);
     d.state_decay = x.h.cwiseProduct(dx.dh).rowwise().sum();
-    d.score.noalias() = dx.d_o * x.U.transpose();
+    multiply_bt(1, dx.d_o, x.U, d.score);
     clear_upper(d.score, false);
     dstate.array().colwise() *= f.state_decay.array();
-    dstate.noalias() += f.read_query.transpose() * dx.d_o;
+    add_product_at(1, f.read_query, dx.d_o, dstate);
     if (!erases) return;
-    dx.dR.noalias() = x.A.transpose() * dx.dU;
-    dx.dL_solve.noalias() = -dx.dR * x.U.transpose();
+    multiply_at(1, x.A, dx.dU, dx.dR);
+    multiply_bt(-1, dx.dR, x.U, dx.dL_solve);
     clear_upper(dx.dL_solve, true);
     if (wants_inverse || rounding.active()) take_inverse_gradient(f, x, rounding, dx);
     if (rounding.active()) {
-        d.erase_key.noalias() = x.A.transpose() * dx.dw;
+        multiply_at(1, x.A, dx.dw, d.erase_key);
         d.erase_score = dx.dL;
     } else {
-        d.erase_key.noalias() = -dx.dR * x.h.transpose();
+        multiply_bt(-1, dx.dR, x.h, d.erase_key);
         d.erase_score = dx.dL_solve;
     }
-    dstate.noalias() -= x.w.transpose() * dx.dU;
+    add_product_at(-1, x.w, dx.dU, dstate);
 }
 
 template void scan_forward(bool, const Chunk<double>&, Folded<double>&, Rounding&, Scan<double>&, Tile<double>&,

@@ -1,5 +1,6 @@
 // Pairs of rows in a chunk whose channels share a gate: a product of rows, times e^(G_i − G_j).
 #include "engines/stages/delta_rule/fold.h"
+#include "engines/stages/delta_rule/products.h"
 
 namespace softdelta::stages::delta {
 
@@ -32,10 +33,10 @@ void add_pair_spans(const Tile<T>& terms, bool before_decay, Tile<T>& dg) {
 
 template <class T>
 void fold_shared_pairs(const FoldRule<T>& rule, const Chunk<T>& c, FoldScratch<T>& scratch, Folded<T>& f) {
-    f.score.noalias() = rule.scale * c.q * c.k.transpose();
+    multiply_bt(rule.scale, c.q, c.k, f.score);
     decay_pairs(c.G, c.G, false, scratch.decay, f.score);
     if (!rule.erases) return;
-    f.erase_score.noalias() = c.p * c.k.transpose();
+    multiply_bt(1, c.p, c.k, f.erase_score);
     decay_pairs(c.E, c.G, true, scratch.decay, f.erase_score);
     f.erase_score.array().colwise() *= c.beta.array();
 }
@@ -49,16 +50,16 @@ void unfold_shared_pairs(const FoldRule<T>& rule, const Chunk<T>& c, const Folde
     decay_pairs(c.G, c.G, false, scratch.decay, d.score);
     d.score *= rule.scale;
     rounding.operand(d.score.data(), d.score.size());
-    u.dq_intra.noalias() = d.score * c.k;
-    u.dk_intra.noalias() = d.score.transpose() * c.q;
+    multiply(1, d.score, c.k, u.dq_intra);
+    multiply_at(1, d.score, c.q, u.dk_intra);
     if (!rule.erases) return;
     terms = d.erase_score.cwiseProduct(f.erase_score);
     add_pair_spans(terms, rule.before_decay, u.dg);
     decay_pairs(c.E, c.G, true, scratch.decay, d.erase_score);
     rounding.operand(d.erase_score.data(), d.erase_score.size());
     rounding.operand(scratch.beta_p.data(), scratch.beta_p.size());
-    u.e_intra.noalias() = d.erase_score * c.k;
-    u.dk_intra.noalias() += d.erase_score.transpose() * scratch.beta_p;
+    multiply(1, d.erase_score, c.k, u.e_intra);
+    add_product_at(1, d.erase_score, scratch.beta_p, u.dk_intra);
 }
 
 template void fold_shared_pairs(const FoldRule<double>&, const Chunk<double>&, FoldScratch<double>&, Folded<double>&);
