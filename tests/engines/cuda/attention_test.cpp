@@ -310,8 +310,10 @@ TEST_F(CudaAttention, SharedBiasesOfNoKeysHaveNoGradient) {
 TEST_F(CudaAttention, TokensInOnePlaceAreRead) {
     constexpr Index B = 2, H = 4, Hk = 2, Lq = 136, Lk = 144;
     constexpr DType type = DType::bf16;
+    std::uint64_t n = 0;
     for (const Index D : {64, 128, 256})
         for (std::size_t repeated = 0; repeated < 4; ++repeated) {
+            if (n++ * 5 % 12 >= static_cast<std::uint64_t>(call_count(12))) continue;  // any of them where few are run
             const Shape shapes[] = {{B, Lq, H, D}, {B, Lk, Hk, D}, {B, Lk, Hk, D}, {B, Lq, H, D}};
             const auto run = [&](bool copied) {
                 Random random(repeated);

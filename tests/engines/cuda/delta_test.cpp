@@ -547,8 +547,10 @@ TEST_F(CudaDelta, SequencesDoNotSeeTheirNeighbours) {
 TEST_F(CudaDelta, FarRowsAreNormed) {
     constexpr DType type = DType::bf16;
     constexpr Index H = 2, D = 64;
+    std::uint64_t n = 0;
     for (const Rule rule : {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla})
         for (const Index T : {3, 100, 300}) {
+            if (n++ * 4 % 15 >= static_cast<std::uint64_t>(call_count(15))) continue;  // any of them where few are run
             Random random(3);
             const Shape rows{1, T, H, D}, heads{1, T, H};
             Array q(type, rows), k(type, rows), p(type, rows), v(type, rows), d_o(type, rows), beta(DType::f32, heads),
