@@ -106,19 +106,12 @@ function(softdelta_add_isa_level target level)
     target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_TABLE=${kernels})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
 
-    # The backward passes share most of their code, which is compiled once. So do the forward passes; but each is a
-    # little faster where it alone has that code, and the compiler sees that.
-    set(as_one backward)
-    if(SOFTDELTA_BY_FOLDER)
-        set(as_one "(backward|forward)")
-    endif()
-    set_target_properties(${kernels} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
+    # The sources of a family are compiled as one: most of the code is what they share.
+    set_target_properties(${kernels} PROPERTIES UNITY_BUILD ${SOFTDELTA_BY_FOLDER} UNITY_BUILD_MODE GROUP
         UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
     foreach(source IN LISTS ARGN)
-        if(source MATCHES "delta_rule/${as_one}/")
-            get_filename_component(folder ${source} DIRECTORY)
-            get_filename_component(folder ${folder} NAME)
-            set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${folder})
+        if(source MATCHES "kernels/([a-z_]+)/")
+            set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${CMAKE_MATCH_1})
         endif()
     endforeach()
 

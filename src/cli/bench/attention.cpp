@@ -30,11 +30,11 @@ OwnedTensor sparse_mask(int64_t queries, int64_t keys) {
     return mask;
 }
 
-struct Operands {
+struct AttentionOperands {
     OwnedTensor q, k, v, d_o, o, lse, dq, dk, dv, mask, bias, dbias, sink, dsink;
     Tensor first_columns;  // of k
 
-    explicit Operands(const AttentionShape& s) {
+    explicit AttentionOperands(const AttentionShape& s) {
         const int64_t size = s.value_size > 0 ? s.value_size : s.head_size;
         const std::vector<int64_t> query{s.batch, s.queries, s.heads, s.head_size},
             key{s.batch, s.keys, s.key_heads, s.head_size}, value{s.batch, s.keys, s.key_heads, size},
@@ -87,7 +87,7 @@ struct Operands {
 }  // namespace
 
 Problem make_attention(const AttentionShape& shape) {
-    const auto operands = std::make_shared<Operands>(shape);
+    const auto operands = std::make_shared<AttentionOperands>(shape);
     AttentionOptions options;
     options.causal = shape.causal;
     if (shape.window >= 0) options.window_left = shape.window - 1;
@@ -117,7 +117,7 @@ Problem make_attention_decode(int64_t length, DType dtype, bool paged) {
     constexpr int64_t block_rows = 64;
     AttentionShape shape;
     shape.heads = 32, shape.queries = 1, shape.keys = length, shape.head_size = 128, shape.dtype = dtype;
-    const auto operands = std::make_shared<Operands>(shape);
+    const auto operands = std::make_shared<AttentionOperands>(shape);
     AttentionInputs in = operands->inputs();
     auto table = std::make_shared<std::vector<std::int32_t>>(static_cast<std::size_t>(length / block_rows));
     auto used = std::make_shared<int64_t>(length);

@@ -16,11 +16,11 @@ const core::Rule& rule_of(const DeltaShape& s) {
     return core::rules.at(static_cast<std::size_t>(s.rule));
 }
 
-struct Operands {
+struct DeltaOperands {
     OwnedTensor q, k, v, p, g, beta, o, d_o, dq, dk, dv, dp, dg, dbeta, final_state;
     std::vector<OwnedTensor> states;  // one for each layer
 
-    explicit Operands(const DeltaShape& s) {
+    explicit DeltaOperands(const DeltaShape& s) {
         const int64_t T = s.layers > 0 ? 1 : s.tokens;
         const int64_t B = s.batch, K = s.head_size, V = s.value_size > 0 ? s.value_size : K;
         const std::vector<int64_t> key{B, T, s.heads, K}, value{B, T, s.value_heads, V}, state{B, s.value_heads, K, V},
@@ -83,7 +83,7 @@ io::OwnedTensor random_tensor(DType dtype, std::vector<int64_t> shape, std::uint
 }
 
 Problem make_delta(const DeltaShape& shape) {
-    const auto operands = std::make_shared<Operands>(shape);
+    const auto operands = std::make_shared<DeltaOperands>(shape);
     DeltaOptions options;
     options.rule = shape.rule;
     options.use_qk_l2norm_in_kernel = shape.normalises;

@@ -29,10 +29,6 @@ namespace softdelta::cpu {
 
 namespace {
 
-constexpr Index ceil_divide(Index a, Index b) {
-    return (a + b - 1) / b;
-}
-
 using kernels::Range;
 
 constexpr Index store_distance = 8;  // rows from the one that is stored to the one that is fetched

@@ -12,6 +12,10 @@ namespace softdelta::cpu {
 using core::Index;
 using core::Tensor;
 
+constexpr Index ceil_divide(Index a, Index b) {
+    return (a + b - 1) / b;
+}
+
 // Sizes of a sequence's heads and which keys position lets rows see: query i sees keys [i + left, i + right].
 struct AttentionOutline {
     Index queries, keys, group, left, right, top_w;

@@ -23,10 +23,6 @@ struct AttentionCut {
     kernels::Range seen;  // keys that some row may see by position, from a multiple of the kernel's key_step on
 };
 
-constexpr Index ceil_divide(Index a, Index b) {
-    return (a + b - 1) / b;
-}
-
 class AttentionPlan {
   public:
     AttentionPlan(const AttentionHeads& heads, const kernels::Table& table, int threads);

@@ -17,7 +17,7 @@ namespace softdelta::reference {
 
 namespace {
 
-constexpr Index tile_keys = 64;
+constexpr Index unit_keys = 64;
 
 double* grow(std::vector<double>& memory, Index size) {
     if (memory.size() < static_cast<std::size_t>(size)) memory.resize(static_cast<std::size_t>(size));
@@ -168,9 +168,9 @@ void run_wave(const Wave& wave, int allowed, const core::AttentionGradients& gra
             compute_rows(wave, unit_of(wave.rows, block, unit), grad, scratch);
         };
     });
-    core::parallel_units(threads, units(wave.keys.count(), tile_keys), [&] {
+    core::parallel_units(threads, units(wave.keys.count(), unit_keys), [&] {
         return [&](Index unit) {
-            const Range tile = unit_of(wave.keys, tile_keys, unit);
+            const Range tile = unit_of(wave.keys, unit_keys, unit);
             add_tile(wave, tile, grad, sums);
             if (bias && !bias->keys_shared()) bias->add(head, wave.rows, tile, part(wave, wave.ds, wave.rows, tile));
         };

@@ -16,7 +16,7 @@ namespace softdelta::reference {
 namespace {
 
 // Tokens of a segment: √T, so that the states kept within and at the start of segments balance.
-Index segment_tokens(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+Index tokens_of_segment(const core::DeltaInputs& in, const core::DeltaOptions& options) {
     Index longest = 0;
     for (Index n = 0; n < core::sequence_count(in); ++n)
         longest = std::max(longest, core::step_sequence(in, options, n).count);
@@ -165,7 +165,7 @@ void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     const Index N = core::sequence_count(in), HV = in.v.shape[2], channels = gate_channels(in, options);
     std::vector<GateSums> sums(static_cast<std::size_t>(N * HV));
     for (GateSums& s : sums) s.dt_bias.resize(static_cast<std::size_t>(channels));
-    const Index tokens = segment_tokens(in, options);
+    const Index tokens = tokens_of_segment(in, options);
     const core::Work work = engines::work_of(in, engines::Direction::backward);
     core::parallel_units(core::useful_threads(threads, work), N * in.q.shape[2],
                          [&] { return Backward(in, options, grad, tokens, sums); });

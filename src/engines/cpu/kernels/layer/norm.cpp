@@ -16,10 +16,10 @@ namespace {
 
 constexpr Index float_rows = 32;  // whose gradients of weight are summed in f32 before they are added to a sum in f64
 
-struct Buffers {
+struct NormBuffers {
     float *weight, *x, *z, *dy, *dz, *sums;
 
-    Buffers(Scratch& memory, Index channels) {
+    NormBuffers(Scratch& memory, Index channels) {
         const Index n = round_up(channels, W);
         for (float** row : {&weight, &x, &z, &dy, &dz, &sums}) *row = memory.take<float>(n);
     }
@@ -64,7 +64,7 @@ InverseRoot inverse_root(const NormRows& in, float* x) {
 }
 
 template <Activation gate>
-void forward_rows(const NormRows& in, const Buffers& at, const LayerRows& y) {
+void forward_rows(const NormRows& in, const NormBuffers& at, const LayerRows& y) {
     for (Index i = 0; i < in.rows; ++i) {
         load_layer_row(in.x, i, in.channels, at.x);
         if constexpr (gate != Activation::none) load_layer_row(in.z, i, in.channels, at.z);
@@ -79,7 +79,7 @@ void forward_rows(const NormRows& in, const Buffers& at, const LayerRows& y) {
 }
 
 template <Activation gate>
-void backward_rows(const NormRows& in, const Buffers& at, const NormGradients& grad) {
+void backward_rows(const NormRows& in, const NormBuffers& at, const NormGradients& grad) {
     for (Index i = 0; i < in.rows; ++i) {
         load_layer_row(in.x, i, in.channels, at.x);
         load_layer_row(grad.dy, i, in.channels, at.dy);
@@ -116,15 +116,15 @@ void backward_rows(const NormRows& in, const Buffers& at, const NormGradients& g
     }
 }
 
-std::size_t scratch_bytes(Index channels) {
+std::size_t norm_scratch_bytes(Index channels) {
     Scratch scratch(nullptr);
-    const Buffers buffers(scratch, channels);
+    const NormBuffers buffers(scratch, channels);
     return scratch.used();
 }
 
 void run_forward(const NormRows& in, std::byte* memory, const LayerRows& y) {
     Scratch scratch(memory);
-    const Buffers at(scratch, in.channels);
+    const NormBuffers at(scratch, in.channels);
     load_weight(in, at.weight);
     if (in.gate == Activation::none) forward_rows<Activation::none>(in, at, y);
     if (in.gate == Activation::silu) forward_rows<Activation::silu>(in, at, y);
@@ -133,7 +133,7 @@ void run_forward(const NormRows& in, std::byte* memory, const LayerRows& y) {
 
 void run_backward(const NormRows& in, std::byte* memory, const NormGradients& grad) {
     Scratch scratch(memory);
-    const Buffers at(scratch, in.channels);
+    const NormBuffers at(scratch, in.channels);
     load_weight(in, at.weight);
     for (Index c = 0; c < in.channels; c += W) store(at.sums + c, splat(0.0F));
     if (in.gate == Activation::none) backward_rows<Activation::none>(in, at, grad);
@@ -143,6 +143,6 @@ void run_backward(const NormRows& in, std::byte* memory, const NormGradients& gr
 
 }  // namespace
 
-const NormKernels norm_kernels = {scratch_bytes, run_forward, run_backward};
+const NormKernels norm_kernels = {norm_scratch_bytes, run_forward, run_backward};
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -13,8 +13,6 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 namespace {
 
-namespace block = forward_blocks;
-
 template <class P>
 class Forward : ForwardUnit<P> {
     using Unit = ForwardUnit<P>;
@@ -58,7 +56,8 @@ class Forward : ForwardUnit<P> {
     void block(Index first, Index count) {
         if (!Unit::find_groups(first, count)) return;
         pack(first, count);
-        for (Index r = 0; r < rows_; r += block::rows) rows(r, min(block::rows, rows_ - r), first, count);
+        for (Index r = 0; r < rows_; r += forward_blocks::rows)
+            rows(r, min(forward_blocks::rows, rows_ - r), first, count);
     }
 
     auto key(const KeyRows& t, Index first) {
@@ -201,7 +200,7 @@ void run_head_partial(const AttentionHead& head, Index begin, Index end, Index f
 }
 
 Index tile_rows(bool bf16_products) {
-    return with_product(bf16_products, [](auto p) -> Index { return block::group_rows<decltype(p)>; });
+    return with_product(bf16_products, [](auto p) -> Index { return forward_blocks::group_rows<decltype(p)>; });
 }
 
 std::size_t scratch(const AttentionHead& head, Index rows) {
@@ -242,7 +241,7 @@ void run_partial(const AttentionHead& head, Index begin, Index end, Index first,
 }  // namespace
 
 const AttentionForward attention_forward = {
-    .block_rows = block::unit_rows,
+    .block_rows = forward_blocks::unit_rows,
     .tile_rows = tile_rows,
     .partial_row = partial_row,
     .scratch = scratch,
