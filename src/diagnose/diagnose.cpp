@@ -36,6 +36,15 @@ std::string describe_noise(const Distance& before) {
            std::to_string(loud) + " of " + std::to_string(before.blocks.size()) + " blocks";
 }
 
+// By elimination: where a mistake reaches what is wrong, and nothing that is right.
+std::string describe_suspects(const Ranking& ranking) {
+    constexpr std::size_t most = 6;
+    if (ranking.suspects.empty() || ranking.suspects.size() > most) return "";
+    std::string places;
+    for (const Entry* entry : ranking.suspects) places.append(places.empty() ? "" : ", ").append(entry->point.place);
+    return "by the results that are right, it is at one of the places " + places;
+}
+
 std::vector<std::string> conclude(const Ranking& ranking) {
     std::vector<std::string> text;
     if (ranking.noise) {
@@ -70,6 +79,7 @@ std::vector<std::string> conclude(const Ranking& ranking) {
         if (!ranking.singles.empty() && ranking.singles.front().left.cost < much * ranking.before.cost)
             text.push_back("nearest is " + describe(*ranking.singles.front().entries.front()) + "; " +
                            effect(ranking, ranking.singles.front()));
+        if (const std::string suspects = describe_suspects(ranking); !suspects.empty()) text.push_back(suspects);
     }
     return text;
 }

@@ -43,6 +43,7 @@ const std::map<std::string, Change> known = {
     {"over beta", Change::over_beta},
     {"row before", Change::row_before},
     {"row after", Change::row_after},
+    {"two rows before", Change::two_rows_before},
     {"tail lost", Change::tail_lost},
     {"first row lost", Change::first_row_lost},
     {"last row lost", Change::last_row_lost},
@@ -72,6 +73,7 @@ const std::map<std::string, Change> known = {
     {"swapped with k", Change::swapped},
     {"always", Change::always},
     {"head before", Change::head_before},
+    {"head after", Change::head_after},
     {"first head", Change::first_head},
     {"first sequence", Change::first_sequence},
 };
@@ -95,7 +97,7 @@ const Words state = factors + Words{"transposed", "of the chunk before", "in bf1
 const Words square = factors + Words{"times beta", "transposed", "without its diagonal", "not masked"};
 const Words lower = factors + Words{"times beta", "transposed", "of the chunk before"};
 const Words own_decays = decays + Words{"without its own gate", "with the next gate"};
-const Words written = factors + rows + Words{"head before", "first head"};
+const Words written = factors + rows + Words{"head before", "head after", "first head"};
 
 struct Drawable {
     const char* place;
@@ -105,7 +107,7 @@ struct Drawable {
 const std::vector<Drawable>& delta_places() {
     static const std::vector<Drawable> places = {
         {"scale", factors},
-        {"key head", {"head before", "first head"}},
+        {"key head", {"head before", "head after", "first head"}},
         {"norm of q", {"missing", "always"}},
         {"norm of k", {"missing", "always"}},
         {"q", by_beta + Words{"swapped with k"}},
@@ -195,7 +197,7 @@ const std::vector<Drawable>& delta_places() {
         {"sum over heads of dq", {"last only", "first only"}},
         {"sum over heads of dk", {"last only", "first only"}},
         {"o, as written", written},
-        {"final_state, as written", state + Words{"head before", "first head", "first sequence"}},
+        {"final_state, as written", state + Words{"head before", "head after", "first head", "first sequence"}},
         {"dq, as written", written},
         {"dk, as written", written},
         {"dv, as written", written},
@@ -208,7 +210,7 @@ const std::vector<Drawable>& delta_places() {
 const std::vector<Drawable>& attention_places() {
     const Words keys = {"first keys lost", "last keys lost"}, row_words = rows + Words{"of the chunk before"};
     static const std::vector<Drawable> places = {{"scale", factors},
-                                                 {"key head", {"head before", "first head"}},
+                                                 {"key head", {"head before", "head after", "first head"}},
                                                  {"q", factors + rows},
                                                  {"k", factors + rows},
                                                  {"v", factors + rows},
@@ -327,8 +329,7 @@ Outcome try_fault(const io::Call& call, const Fault& fault, const std::string& s
     else
         outcome.verdict = ranking.noise ? Verdict::empty : in_three ? Verdict::among_three : Verdict::located;
     if (outcome.verdict == Verdict::first || outcome.verdict == Verdict::tied) return outcome;
-    outcome.text = shape + ", " + fault.place + " " + fault.change + ": " +
-                   verdict_words[static_cast<std::size_t>(outcome.verdict)] + "\n";
+    outcome.text = "  " + shape + "\n";
     if (expected != nullptr) {
         const diagnose::Distance left = observation.to(mistaken.run({expected}), diagnose::Scope::both);
         outcome.text += "  expected: left " + std::to_string(left.cost) + ", worst block " +
@@ -359,7 +360,10 @@ TEST(Points, AreNamed) {
                 const io::Call call = io::call_of(file);
                 outcome = try_fault(call, fault, call.op + " " + std::to_string(seed + i));
             }
-            if (outcome.verdict == Verdict::hidden) outcome.text = fault.place + " " + fault.change + ": hidden\n";
+            std::printf("%lld, %s %s: %s\n%s", static_cast<long long>(seed + i), fault.place.c_str(),
+                        fault.change.c_str(), verdict_words[static_cast<std::size_t>(outcome.verdict)],
+                        outcome.text.c_str());
+            std::fflush(stdout);
         };
     });
     std::map<std::string, std::array<int, std::size(verdict_words)>> table_of;
@@ -367,7 +371,6 @@ TEST(Points, AreNamed) {
         const auto verdict = static_cast<std::size_t>(o.verdict);
         ++table_of[o.inside ? "all inside" : "all outside"][verdict];
         ++table_of[o.change][verdict];
-        std::printf("%s", o.text.c_str());
         EXPECT_NE(o.verdict, Verdict::wrong_name) << o.text;
     }
     std::printf("%-28s", "");

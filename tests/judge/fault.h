@@ -94,8 +94,19 @@ class Faulty {
     }
     // Which row of its sequence an operand is read from.
     Index row(const char* place, Index i, Index n) const {
-        const Index to = is(place, "row before") ? i - 1 : is(place, "row after") ? i + 1 : i;
-        return to < 0 ? 0 : to >= n ? n - 1 : to;
+        const Index to = is(place, "row before")        ? i - 1
+                         : is(place, "row after")       ? i + 1
+                         : is(place, "two rows before") ? i - 2
+                                                        : i;
+        return to < 0 || to >= n ? i : to;
+    }
+    // Which head is taken for one.
+    Index head(Index h, Index heads) const {
+        const std::string& c = fault_.change;
+        return c == "first head"    ? 0
+               : c == "head before" ? std::max<Index>(h - 1, 0)
+               : c == "head after"  ? std::min(h + 1, heads - 1)
+                                    : h;
     }
     void restart() { before_ = Matrix(); }
     const std::string& change() const { return fault_.change; }

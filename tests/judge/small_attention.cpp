@@ -162,8 +162,7 @@ void SmallAttention::lose_tiles(Head& x) const {
 Head SmallAttention::load(const Span& s, Index h) {
     const Index heads = k_.size(2);
     Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
-    if (fault_.is("key head", "first head")) x.hk = 0;
-    if (fault_.is("key head", "head before")) x.hk = std::max<Index>(x.hk - 1, 0);
+    if (fault_.at("key head")) x.hk = fault_.head(x.hk, heads);
     x.q = q_.rows(s.batch, s.q_begin, s.q_count, h);
     x.k = k_.rows(s.batch, s.k_begin, s.k_count, x.hk);
     x.v = v_.rows(s.batch, s.k_begin, s.k_count, x.hk);
@@ -340,9 +339,7 @@ void SmallAttention::write_faulty() {
         const Index heads = shape[lse ? 1 : 2];
         for (Index n = 0; n < sequence_count(); ++n)
             for (Index h = 0; h < heads; ++h) {
-                const Index from = fault_.change() == "first head"    ? 0
-                                   : fault_.change() == "head before" ? std::max<Index>(h - 1, 0)
-                                                                      : h;
+                const Index from = fault_.head(h, heads);
                 const Span s = span(n);
                 const Index begin = keys ? s.k_begin : s.q_begin, count = keys ? s.k_count : s.q_count;
                 if (!lse) {

@@ -102,9 +102,7 @@ class SmallDelta {
     bool is(DeltaMistake m) const { return kernel_.is(m); }
     Index key_head(Index h) const {
         const Index head = is(M::head_modulo) ? h % q_.size(2) : h / (v_.size(2) / q_.size(2));
-        return fault_.is("key head", "first head")    ? 0
-               : fault_.is("key head", "head before") ? std::max<Index>(head - 1, 0)
-                                                      : head;
+        return fault_.at("key head") ? fault_.head(head, q_.size(2)) : head;
     }
     Index channels() const { return kernel_.rule.gate == core::Gate::channel ? q_.size(3) : 1; }
 
@@ -203,7 +201,8 @@ float SmallDelta::beta_slope(Index b, Index t, Index h) const {
 void SmallDelta::change_operand(const char* name, Matrix& x, const Vector& rows_beta) {
     const Matrix shifted = x;
     fault_.matrix(name, x, rows_beta);
-    if (fault_.is(name, "row before") || fault_.is(name, "row after")) x = shifted;
+    if (fault_.is(name, "row before") || fault_.is(name, "row after") || fault_.is(name, "two rows before"))
+        x = shifted;
 }
 
 void SmallDelta::fill_gate(const Span& s, Index h, DeltaChunk& c) {
@@ -377,9 +376,7 @@ void SmallDelta::write_faulty() {
         const Index heads = shape[state ? 1 : 2];
         for (Index n = 0; n < sequence_count(); ++n)
             for (Index h = 0; h < heads; ++h) {
-                const Index from = fault_.change() == "first head"    ? 0
-                                   : fault_.change() == "head before" ? std::max<Index>(h - 1, 0)
-                                                                      : h;
+                const Index from = fault_.head(h, heads);
                 const Index m = fault_.change() == "first sequence" ? 0 : n;
                 const Span s = span(n);
                 Matrix rows = state ? Matrix(copy.block(m, from)) : Matrix(copy.rows(s.batch, s.begin, s.count, from));

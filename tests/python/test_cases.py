@@ -33,6 +33,22 @@ def test_a_right_result_passes_and_a_wrong_one_does_not(tmp_path):
         softdelta.testing.assert_close(None, tmp_path / "wrong.safetensors")
 
 
+def test_verify_says_what_is_hidden_and_what_is_missing(tmp_path):
+    case, o = right_case()
+    softdelta.dump(tmp_path / "case", o=o, **case)
+    report = softdelta.verify(tmp_path / "case")
+    assert report.right and any("value_head_modulo" in n and "--value-heads 4" in n for n in report.notes), str(report)
+    assert "engine fast" in str(softdelta.verify(tmp_path / "case", engine="fast"))
+    report = softdelta.verify(tmp_path / "case", require="all")
+    assert report.verdict == "incomplete" and report.missing == ("final_state",) and "final_state: missing" in str(report)
+    assert softdelta.verify(tmp_path / "case", require=["o"]).right
+    with pytest.raises(ValueError, match="require holds 'dq'"):
+        softdelta.verify(tmp_path / "case", require=["dq"])
+    softdelta.dump(tmp_path / "case", o=0 * o, **{**case, "v": 0 * case["v"]})
+    report = softdelta.verify(tmp_path / "case")
+    assert report.verdict == "cannot_be_judged" and "right" not in str(report), str(report)
+
+
 def test_gradients_are_judged():
     case, _ = right_case(1)
     r = np.random.default_rng(2)

@@ -59,6 +59,7 @@ const Changed changes[] = {
     {C::over_beta, "lacks beta, or is divided by it", "X → X/β"},
     {C::row_before, "is that of the row before", "X_i → X_(i−1)"},
     {C::row_after, "is that of the row after", "X_i → X_(i+1)"},
+    {C::two_rows_before, "is that of two rows before", "X_i → X_(i−2)"},
     {C::tail_lost, "is lost in rows that fill no tile of 16", "X_i → 0 for the last n mod 16 rows"},
     {C::first_row_lost, "is lost in the first row", "X_0 → 0"},
     {C::last_row_lost, "is lost in the last row", "X_last → 0"},
@@ -88,6 +89,7 @@ const Changed changes[] = {
     {C::swapped, "is swapped with k", "q, k → k, q"},
     {C::always, "is applied though it was not asked for", "x → x r"},
     {C::head_before, "is that of the head before", "X_h → X_(h−1)"},
+    {C::head_after, "is that of the head after", "X_h → X_(h+1)"},
     {C::first_head, "is that of the first head", "X_h → X_0"},
     {C::first_sequence, "is that of the first sequence", "X_n → X_0"},
 };
@@ -101,8 +103,8 @@ std::vector<Change> changes_of(Kind kind) {
     };
     const Changes factors = {C::missing,    C::doubled,   C::halved,   C::negated,     C::times_scale,
                              C::over_scale, C::times_ln2, C::over_ln2, C::times_group, C::over_group},
-                  rows = {C::row_before,    C::row_after,      C::tail_lost,      C::first_row_lost,
-                          C::last_row_lost, C::last_warp_lost, C::last_of_16_lost},
+                  rows = {C::row_before,     C::row_after,     C::two_rows_before, C::tail_lost,
+                          C::first_row_lost, C::last_row_lost, C::last_warp_lost,  C::last_of_16_lost},
                   decays = {C::undecayed, C::twice, C::base_2, C::base_over_ln2},
                   neighbours = {C::decay_of_row_before, C::decay_of_row_after};
     switch (kind) {
@@ -155,16 +157,17 @@ std::vector<Change> changes_of(Kind kind) {
             add({C::unsummed, C::summed_by_tile});
             break;
         case Kind::index:
-            add({C::head_before, C::first_head});
+            add({C::head_before, C::head_after, C::first_head});
             break;
         case Kind::norm:
             add({C::missing, C::always});
             break;
         case Kind::written:
-            add(factors), add(rows), add({C::head_before, C::first_head});
+            add(factors), add(rows), add({C::head_before, C::head_after, C::first_head});
             break;
         case Kind::written_state:
-            add(factors), add({C::transposed, C::bf16, C::head_before, C::first_head, C::first_sequence});
+            add(factors),
+                add({C::transposed, C::bf16, C::head_before, C::head_after, C::first_head, C::first_sequence});
             break;
     }
     return all;
@@ -466,7 +469,7 @@ std::span<const Entry> attention_points() {
 std::string places_page() {
     std::string page =
         R"(Any number may be lost, doubled, halved, negative, scaled, unscaled, multiplied or divided by ln 2, β, the
-group's size. Rows: of the row or head before or after, of the first head or sequence, stale, or lost (the first, the last,
+group's size. Rows: of the row or head before or after, of two rows before, of the first head or sequence, stale, or lost (the first, the last,
 the tail, 48 to 63 of 64, the last of 16). Products and states: transposed, without diagonal, mask or a tile of keys,
 rounded to bf16. Exponents: left out, twice, base 2, over ln 2, a row off. Sums: one term only, begun anew, not rescaled.
 Operands: β of 1 or σ(β), gates summed twice, q for k, l2norm.

@@ -22,6 +22,7 @@ enum class Change {
     // rows
     row_before,
     row_after,
+    two_rows_before,
     tail_lost,
     first_row_lost,
     last_row_lost,
@@ -55,6 +56,7 @@ enum class Change {
     swapped,
     always,
     head_before,
+    head_after,
     first_head,
     first_sequence,
     count

@@ -154,6 +154,13 @@ Results Observation::limit(Results mistaken, Scope scope) const {
     return mistaken;
 }
 
+Results Observation::add(const Results& one, const Results& other) const {
+    Results sum = one;
+    for (const auto& [name, truth] : truth_)
+        for (Index i = 0; i < truth.count(); ++i) sum.at(name)[i] += other.at(name)[i] - truth[i];
+    return sum;
+}
+
 Distance Observation::between(const Results& mistaken, Scope scope, const Results& other) const {
     constexpr double mismatch_cost = 1e4;  // of a block full of NaN, relative to noise
     Distance distance;

@@ -38,6 +38,8 @@ class Observation {
     Distance between(const Results& mistaken, Scope scope, const Results& other) const;
     // With the truth for what lies outside the scope.
     Results limit(Results mistaken, Scope scope) const;
+    // The results of two mistakes whose effects add up.
+    Results add(const Results& one, const Results& other) const;
     // How many independent errors each block of each result is worth, in the order of Distance::blocks.
     const std::vector<double>& independent() const { return independent_; }
     // Of the error in blocks beyond rounding, the part of its square that a constant factor explains: 0 to 1.

@@ -162,6 +162,28 @@ class Trial {
         candidates.front().equal = others;
     }
 
+    // Each of the best with every other, those first whose effects leave least of the error when they are added up.
+    std::vector<std::vector<const Entry*>> pairs(const std::vector<Candidate>& singles, std::size_t most) const {
+        const std::size_t first = std::min(seeds, singles.size()), count = std::min(most, singles.size());
+        std::vector<Results> alone(first);
+        for (std::size_t a = 0; a < first; ++a) alone[a] = call_.run(singles[a].entries);
+        std::vector<std::pair<double, std::vector<const Entry*>>> costs(first * count);
+        core::parallel_units(threads_, static_cast<Index>(count), [&] {
+            return [&](Index unit) {
+                const auto b = static_cast<std::size_t>(unit);
+                const Results results = call_.run(singles[b].entries);
+                for (std::size_t a = 0; a < std::min(first, b); ++a)
+                    costs[b * first + a] = {observation_.to(observation_.add(alone[a], results), Scope::both).cost,
+                                            {singles[a].entries.front(), singles[b].entries.front()}};
+            };
+        });
+        std::erase_if(costs, [](const auto& cost) { return cost.second.empty(); });
+        std::ranges::stable_sort(costs, {}, [](const auto& cost) { return cost.first; });
+        std::vector<std::vector<const Entry*>> pairs;
+        for (auto& [cost, pair] : costs) pairs.push_back(std::move(pair));
+        return pairs;
+    }
+
   private:
     const MistakenCall& call_;
     const Observation& observation_;
@@ -209,6 +231,8 @@ class Search {
         }
         tried_ = first.size() + others.size();
         std::vector<Candidate> found = trial_.run(first, tried_, "places");
+        for (const Candidate& c : found)
+            if (reaches_the_wrong_alone(c)) suspects_.push_back(c.entries.front());
         std::map<std::string_view, const Candidate*> of_place;
         for (const Candidate& c : found) of_place[c.entries.front()->point.place] = &c;
         const auto loss_of = [&](const std::vector<const Entry*>& set) {
@@ -229,6 +253,7 @@ class Search {
         return found;
     }
     std::size_t tried() const { return tried_; }
+    const std::vector<const Entry*>& suspects() const { return suspects_; }
 
   private:
     using Losses = std::map<std::string_view, const Candidate*>;
@@ -247,6 +272,13 @@ class Search {
                                                                                                   : nullptr;
     }
 
+    bool reaches_the_wrong_alone(const Candidate& lost) const {
+        constexpr double wrong = 2;
+        return std::ranges::all_of(before_.worst_blocks, [&](const auto& block) {
+            const double reached = lost.reaches.at(block.first);
+            return right_.count(block.first) != 0 ? reached < wrong : block.second < wrong || reached > seen;
+        });
+    }
     bool may_be(const Entry& entry) const {
         if (entry.applies != nullptr && !entry.applies(call_)) return false;
         constexpr std::string_view suffix = ", as written";
@@ -286,23 +318,9 @@ class Search {
     double scale_ = 1, group_ = 1;
     bool forward_wrong_ = false;
     std::set<std::string> right_;
+    std::vector<const Entry*> suspects_;
     std::size_t tried_ = 0;
 };
-
-// Each of the best mistakes with every other that has a name or is among the best without, the most likely pairs first.
-std::vector<std::vector<const Entry*>> likely_pairs(const std::vector<Candidate>& singles) {
-    constexpr std::size_t most_points = 8;
-    std::vector<const Entry*> likely;
-    std::size_t points = 0;
-    for (const Candidate& c : singles)
-        if (c.entries.front()->mistake != Mistake::at_a_point || points++ < most_points)
-            likely.push_back(c.entries.front());
-    std::vector<std::vector<const Entry*>> pairs;
-    for (std::size_t sum = 1; sum < 2 * likely.size(); ++sum)
-        for (std::size_t a = 0; a < std::min(seeds, likely.size()) && 2 * a < sum; ++a)
-            if (const std::size_t b = sum - a; b < likely.size()) pairs.push_back({likely[a], likely[b]});
-    return pairs;
-}
 
 }  // namespace
 
@@ -349,6 +367,7 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
         std::vector<Candidate> points = search.run(1 + change_share * work / work_of(call));
         std::erase_if(points, [](const Candidate& c) { return c.effect < seen; });
         tried += search.tried();
+        ranking.suspects = search.suspects();
         sort_out(std::move(points));
         sort(ranking.singles);
     }
@@ -362,12 +381,13 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
         ranking.noise && !ranking.singles.empty() && has_pattern(ranking.before, ranking.singles.front());
     if (ranking.singles.empty() || ranking.explained() || ranking.noise) return ranking;
 
-    sets = likely_pairs(ranking.singles);
-    constexpr double most_pairs = 400;
-    const double most = std::min(1 + pair_share * work / work_of(call), most_pairs);
-    if (static_cast<double>(sets.size()) > most) {
-        ranking.pairs_left_out = sets.size() - static_cast<std::size_t>(most);
-        sets.resize(static_cast<std::size_t>(most));
+    constexpr double most_runs = 400, most_pairs = 24;
+    const double runs = std::min(1 + pair_share * work / work_of(call), most_runs);
+    sets = trial.pairs(ranking.singles, static_cast<std::size_t>(runs));
+    const auto most = static_cast<std::size_t>(std::min(runs, most_pairs));
+    if (sets.size() > most) {
+        ranking.pairs_left_out = sets.size() - most;
+        sets.resize(most);
     }
     ranking.pairs = trial.run(sets, sets.size(), "pairs of mistakes");
     sort(ranking.pairs);

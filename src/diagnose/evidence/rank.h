@@ -29,6 +29,7 @@ struct Ranking {
     std::size_t pairs_left_out = 0;             // for want of time: the least likely
     bool noise = false;                         // no mistake, only more noise than allowed
     bool doubtful = false;                      // or the first of singles: too few errors tell
+    std::vector<const Entry*> suspects;         // losses that reach every wrong result and no right one
     std::vector<const Entry*> within_rounding;  // shows less on this input than rounding may
     std::vector<const Entry*> no_effect;        // mistakes that this call cannot have, or its results cannot show
 

@@ -52,8 +52,8 @@ class HeadRun {
           backward_(results.count("dq") != 0) {
         const Index heads = c.k.size(2), group = c.q.size(2) / heads;
         hk_ = has(M::query_head_modulo) ? h % heads : h / group;
-        if (change_.has("key head", Change::head_before)) hk_ = std::max<Index>(hk_ - 1, 0);
-        if (change_.has("key head", Change::first_head)) hk_ = 0;
+        for (const Point& p : mistakes.points())
+            if (p.place == "key head") hk_ = other_head(p.change, hk_, heads);
         first_of_group_ = h % group == 0;
         k_ = key_rows(c.call, c.k, at, hk_);
         v_ = key_rows(c.call, c.v, at, hk_);
@@ -89,8 +89,8 @@ class HeadRun {
         constexpr Index most = 1 << 22;  // scores
         return at_.q_count * at_.k_count <= most && std::ranges::any_of(mistakes_.points(), [](const Point& p) {
                    return p.change == Change::row_before || p.change == Change::row_after ||
-                          p.change == Change::first_row_lost || p.change == Change::last_row_lost ||
-                          p.change == Change::tail_lost;
+                          p.change == Change::two_rows_before || p.change == Change::first_row_lost ||
+                          p.change == Change::last_row_lost || p.change == Change::tail_lost;
                });
     }
     bool has(Mistake m) const { return mistakes_.has(m); }

@@ -10,11 +10,19 @@ namespace {
 
 constexpr Index tail_tile = 16, tile = 64;
 
-// Row i is what row i + by should be; at the border, the row that is there.
+// Row i is what row i + by should be, where there is one.
 template <class M>
 void shift_rows(M&& x, Index by) {
     const Matrix right = x;
-    for (Index i = 0; i < x.rows(); ++i) x.row(i) = right.row(std::clamp<Index>(i + by, 0, x.rows() - 1));
+    for (Index i = 0; i < x.rows(); ++i)
+        if (i + by >= 0 && i + by < x.rows()) x.row(i) = right.row(i + by);
+}
+
+Index row_offset_of(Change change) {
+    return change == Change::row_before        ? -1
+           : change == Change::row_after       ? 1
+           : change == Change::two_rows_before ? -2
+                                               : 0;
 }
 
 template <class M>
@@ -23,7 +31,8 @@ void change_rows(Change change, M&& x, bool may_shift = true) {
     switch (change) {
         case Change::row_before:
         case Change::row_after:
-            if (may_shift) shift_rows(x, change == Change::row_before ? -1 : 1);
+        case Change::two_rows_before:
+            if (may_shift) shift_rows(x, row_offset_of(change));
             return;
         case Change::tail_lost:
             x.bottomRows(x.rows() % tail_tile).setZero();
@@ -77,6 +86,12 @@ double factor_of(Change change, double scale, double group) {
         default:
             return 1;
     }
+}
+
+Index Changer::row_offset(std::string_view place) const {
+    for (const Point& p : mistakes_.points())
+        if (p.place == place && row_offset_of(p.change) != 0) return row_offset_of(p.change);
+    return 0;
 }
 
 double Changer::value(std::string_view place, double x) const {
@@ -159,6 +174,13 @@ Matrix Changer::exponents(std::string_view place, Matrix X) const {
     return X;
 }
 
+Index other_head(Change change, Index h, Index heads) {
+    return change == Change::head_before  ? std::max<Index>(h - 1, 0)
+           : change == Change::head_after ? std::min(h + 1, heads - 1)
+           : change == Change::first_head ? 0
+                                          : h;
+}
+
 void Changer::written(const io::Call& call, Results& results) const {
     for (const Point& p : mistakes_.points()) {
         constexpr std::string_view suffix = ", as written";
@@ -182,9 +204,7 @@ void Changer::written(const io::Call& call, Results& results) const {
         const std::size_t head_dim = state || lse ? 1 : 2;
         for (Index n = 0; n < (state ? x.size(0) : sequences); ++n)
             for (Index h = 0; h < x.size(head_dim); ++h) {
-                const Index from_head = p.change == Change::head_before  ? std::max<Index>(h - 1, 0)
-                                        : p.change == Change::first_head ? 0
-                                                                         : h;
+                const Index from_head = other_head(p.change, h, x.size(head_dim));
                 if (state) {
                     x.block(n, h) = right.block(p.change == Change::first_sequence ? 0 : n, from_head);
                     if (p.change == Change::transposed && x.size(2) == x.size(3)) x.block(n, h).transposeInPlace();

@@ -14,6 +14,9 @@ double to_bf16_and_back(double x);
 // What a change multiplies a place by: 1 where it is no number.
 double factor_of(Change change, double scale, double group);
 
+// The head that one is taken for.
+Index other_head(Change change, Index h, Index heads);
+
 class Changer {
   public:
     Changer(const Mistakes& mistakes, double scale, double group) : mistakes_(mistakes), scale_(scale), group_(group) {}
@@ -23,9 +26,7 @@ class Changer {
     // A row of an operand was read from elsewhere already: row_offset.
     void value(std::string_view place, Matrix& x, const Vector* beta = nullptr, bool operand = false);
     // Which row an operand's row is read from: 0, its own.
-    Index row_offset(std::string_view place) const {
-        return has(place, Change::row_before) ? -1 : has(place, Change::row_after) ? 1 : 0;
-    }
+    Index row_offset(std::string_view place) const;
     void value(std::string_view place, Vector& x, const Vector* beta = nullptr, bool operand = false);
     double value(std::string_view place, double x) const;
     // Sums of gates as a kernel takes them into an exponential.

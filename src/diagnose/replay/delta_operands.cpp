@@ -51,10 +51,11 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
 }
 
 Index DeltaInputs64::key_head(Index hv, const Mistakes& mistakes) const {
-    if (mistakes.has(Point{"key head", Change::first_head})) return 0;
-    const Index before = mistakes.has(Point{"key head", Change::head_before}) ? 1 : 0;
     const bool tiled = (call.delta_options.head_order == HeadOrder::tiled) != mistakes.has(M::value_head_modulo);
-    return std::max<Index>((tiled ? hv % q.size(2) : hv / (value_heads() / q.size(2))) - before, 0);
+    Index h = tiled ? hv % q.size(2) : hv / (value_heads() / q.size(2));
+    for (const Point& point : mistakes.points())
+        if (point.place == "key head") h = other_head(point.change, h, q.size(2));
+    return h;
 }
 
 Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
@@ -64,10 +65,11 @@ Matrix DeltaInputs64::state(const Dense& t, Index n, Index hv) const {
 
 namespace {
 
-// The row that row i of a chunk is read from, within its sequence.
+// The row that row i of a chunk is read from: its own, if the other is not of its sequence. Chunks have two rows or
+// more before the last, which one row after reaches.
 Index row_of(const Place& at, Index i, Index offset) {
-    const Index first = at.begin - (at.first ? 0 : 1), last = at.begin + at.count - (at.last ? 1 : 0);
-    return std::clamp(at.begin + i + offset, first, last);
+    const Index row = at.begin + i + offset, first = at.begin + (at.first ? 0 : offset);
+    return row < std::min(first, at.begin) || row >= at.begin + at.count + (at.last ? 0 : 1) ? at.begin + i : row;
 }
 
 Matrix rows_of(const Dense& t, const Place& at, Index h, Index offset) {

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import _native, _options
 from ._arrays import Arrays
@@ -40,11 +40,15 @@ class Report:
     producer: str
     results: tuple[Finding, ...]
     notes: tuple[str, ...] = field(default=())
+    missing: tuple[str, ...] = field(default=())  # results that were required
+    engine: str = ""  # of ours, whose results are judged
 
     @property
     def verdict(self) -> str:
-        """right (digits lost included), or else wrong, or else cannot_be_judged."""
-        return summarise(self.results)
+        """right (digits lost included), or else wrong, or else cannot_be_judged; of a right one that lacks a required
+        result, incomplete."""
+        verdict = summarise(self.results)
+        return "incomplete" if verdict == "right" and self.missing else verdict
 
     @property
     def right(self) -> bool:
@@ -56,22 +60,30 @@ class Report:
                   f"{f.limit:.2e}", _WORDS.get(f.verdict, f.verdict))
                  for f in self.results]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        producer = f" ({quote(self.producer)})" if self.producer else ""
+        producer = f" (engine {self.engine})" if self.engine else f" ({quote(self.producer)})" if self.producer else ""
         lines = [f"{self.op}: {_WORDS.get(self.verdict, self.verdict)}{producer}"]
         lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         lines += [f"  {f.name}: {f.note}" for f in self.results if f.note]
+        lines += [f"  {name}: missing" for name in self.missing]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def verify(path, *, limits=None, engine=None, threads=None) -> Report:
+def verify(path, *, limits=None, engine=None, threads=None, require=()) -> Report:
     """Judges every result that a case file holds against the f64 truth, within limits computed for this very call.
 
     path is a str, bytes or os.PathLike. limits {"dq": 0.01} replaces the limit of a result's ratio. engine names one of
-    ours ("fast", …), to be judged on the file's inputs instead of the file's results. Raises ValueError when the file is
-    unreadable or contradicts itself. As `softdelta verify`.
+    ours ("fast", …), to be judged on the file's inputs instead of the file's results. require: "all", or names of results
+    that must be there. A note says what the inputs hide. Raises ValueError when the file is unreadable or contradicts
+    itself. As `softdelta verify`.
     """
-    return _report(_native.verify_file(native_path(path), {}, named(limits, "limits"), _engine(engine),
-                                       _options.or_set(threads), False))
+    engine = _engine(engine)
+    d = _native.verify_file(native_path(path), {}, named(limits, "limits"), engine, _options.or_set(threads), False)
+    required = d["expected"] if require == "all" else [require] if isinstance(require, str) else list(require)
+    for name in required:
+        if name not in d["expected"]:
+            raise ValueError(f"require holds {name!r}, expected 'all' or results of its call: {', '.join(d['expected'])}")
+    there = {f["name"] for f in d["results"]}
+    return replace(_report(d), engine=engine, missing=tuple(n for n in required if n not in there))
 
 
 def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:

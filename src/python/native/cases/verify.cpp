@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "diagnose/blind.h"
 #include "io/file/output.h"
 #include "io/file/text.h"
 #include "python/native/call.h"
@@ -54,8 +55,15 @@ nb::dict judge_case(const io::CaseFile& file, const nb::dict& actual, const Limi
         findings = judge::verify(call, results.views, options);
     }
     nb::dict d = verdict_of(file, call, findings);
+    nb::list notes = nb::cast<nb::list>(d["notes"]), expected;
     for (const std::string& stage : call.intermediates)
-        nb::cast<nb::list>(d["notes"]).append(nb::str((stage + ": an intermediate, not judged").c_str()));
+        notes.append(nb::str((stage + ": an intermediate, not judged").c_str()));
+    const std::string blind = diagnose::blindness_by_facts(call).sentence();
+    if (!blind.empty() && judge::summarise(findings) != judge::Verdict::wrong) notes.append(nb::str(blind.c_str()));
+    for (const std::string& result : io::output_names(call))
+        if (result != "dinitial_state" || file.tensors.count("initial_state") != 0)
+            expected.append(nb::str(result.c_str()));
+    d["expected"] = expected;
     return d;
 }
 

@@ -318,12 +318,13 @@ class Attention:
 
     def dead_rows(self, draw, dtype):
         """Rows, and a tile of 64 of them, that see no key; a mask for each batch row."""
-        mask = draw.uniform(0, 1, 2, 1, 150, 100) < 0.5
+        mask = draw.uniform(0, 1, 2, 1, 150, 192) < 0.5
         mask[:, :, 64:128] = False
         mask[1, :, 130:] = False
         mask[0, :, 40, 1:] = False
         mask[:, :, 7:21, :64] = False  # a tile of keys that a row does not see, and one that it sees
-        return self.call("dead rows", draw, dtype, 150, 100, mask=mask, causal="none")
+        mask[1, :, :64, :128] = False  # the same of a tile of rows
+        return self.call("dead rows", draw, dtype, 150, 192, mask=mask, causal="none")
 
     def finite_mask(self, draw, dtype):
         """Keys hidden by a large finite number, and rows of which all are."""

@@ -72,9 +72,8 @@ class Runner:
         return results
 
     def unstable(self, call):
-        names = self.answer(call, repeats=REPEATS)["unstable"]
-        if names:
-            yield f"the bits of {', '.join(names)} differ from call to call"
+        """Sentences: which results differ from call to call, where, and by how much."""
+        yield from self.answer(call, repeats=REPEATS)["unstable"]
 
     def refilled(self, call):
         """Names of results that are others where numbers lie in memory that held others before."""
@@ -113,8 +112,6 @@ def hidden_type(x):
 
 def judge_reply(call, dtype, reply, require) -> Row:
     row = Row(call.name, dtype, seconds=reply["seconds"])
-    if reply["unstable"]:
-        row.faults.append(f"the bits of {', '.join(reply['unstable'])} differ from call to call")
     judged = {}
     for name in wanted(call, require):
         x = reply["results"].get(name)
@@ -148,9 +145,9 @@ def of_rounding(call, f):
     return replace(f, verdict="digits_lost") if f.largest_error <= 4 * 2**-23 * terms else f
 
 
-def audit_call(runner, call, dtype, require, repeats=1) -> Row:
+def audit_call(runner, call, dtype, require) -> Row:
     try:
-        return judge_reply(call, dtype, runner.answer(call, repeats=repeats), require)
+        return judge_reply(call, dtype, runner.answer(call), require)
     except Failed as e:
         row = Row(call.name, dtype)
         (row.missing if e.refused else row.faults).append(f"{'refused' if e.refused else 'failed'}: {e}")

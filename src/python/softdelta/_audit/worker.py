@@ -309,6 +309,22 @@ def finish(device, results):
     return [n for n, t in read.items() if digest(t) != digest(results[n])]
 
 
+def describe_spread(name, low, high):
+    """Which rows of a result differ from call to call, by how much, and why that may be."""
+    wide = high.double() - low.double()
+    size = torch.maximum(high.double().abs(), low.double().abs())
+    rms = size.square().mean().sqrt()
+    is_order = bool((wide <= 4 * torch.finfo(high.dtype).eps * size + 2**-16 * rms).all())
+    rows = (wide.amax(-1) if high.dim() > 3 else wide) != 0
+    text = f"{name} differs from call to call in {int(rows.sum())} of {rows.numel()} rows"
+    if high.dim() > 3 and "state" not in name and not rows.all():
+        numbers, heads = (rows.nonzero()[:, i].unique().tolist() for i in (1, 2))
+        text += ", " + ", ".join(str(n) for n in numbers[:6]) + (" …" if len(numbers) > 6 else "")
+        text += f" of head{'s' if len(heads) > 1 else ''} {', '.join(str(h) for h in heads[:4])}" if len(heads) < rows.shape[2] else ""
+    return text + f", by up to {float(wide.max() / rms):.1e} of its RMS: " + (
+        "sums in another order, as of atomic additions" if is_order else "a race, or memory that nothing wrote")
+
+
 def overwritten():
     """Names of results of calls before that are not what they were."""
     return sorted({n for call in kept for n, (t, before) in call.items() if digest(t) != before})
@@ -319,7 +335,7 @@ def answer(function, request):
     device = torch.device(request["device"])
     inputs = {n: lay_out(t.to(device), request["layout"].get(n)) for n, t in request["tensors"].items()}
     before = {n: bits(t) for n, t in inputs.items()}
-    first, digests, second, manners = None, [], set(), {}
+    first, digests, spans_of, second, manners = None, [], {}, set(), {}
     start = time.monotonic()
     filled = request.get("fill", False)
     if filled:  # memory that nobody wrote is NaN
@@ -359,12 +375,16 @@ def answer(function, request):
             kept.append({n: (t.detach(), digest(t)) for n, t in results.items()})
             results = {n: t.detach().contiguous().cpu().clone() for n, t in results.items()}
             digests.append({n: digest(t) for n, t in results.items()})
+            for n, t in results.items():
+                low, high = spans_of.get(n, (t, t))
+                if t.shape == low.shape:
+                    spans_of[n] = torch.minimum(low, t), torch.maximum(high, t)
             first = first or results
     finally:
         if filled:
             set_deterministic(False)
     unstable = sorted({n for d in digests for n in first if d.get(n) != digests[0][n]})
-    return {"results": first, "manners": list(manners), "unstable": unstable, "second": sorted(second),
+    return {"results": first, "manners": list(manners), "unstable": [describe_spread(n, *spans_of[n]) for n in unstable], "second": sorted(second),
             "seconds": time.monotonic() - start}
 
 
