@@ -216,6 +216,7 @@ const std::vector<Drawable>& attention_places() {
                                                  {"v", factors + rows},
                                                  {"do", factors + rows},
                                                  {"q kᵀ", factors + keys + Words{"row before", "row after"}},
+                                                 {"tile seen", {"of the chunk before"}},
                                                  {"bias", factors},
                                                  {"slope", factors},
                                                  {"l", factors},

@@ -97,6 +97,7 @@ class SmallAttention {
     bool is_allowed(const Head& x, Index i, Index j) const;
     void keep_largest(Head& x) const;
     void lose_tiles(Head& x) const;
+    void lose_blocks(Head& x) const;
     void score(Head& x);
     void forward(Head& x);
     void backward(Head& x);
@@ -159,6 +160,16 @@ void SmallAttention::lose_tiles(Head& x) const {
                 x.allowed.row(i).segment(j, std::min(tile, x.span.k_count - j)).setConstant(false);
 }
 
+void SmallAttention::lose_blocks(Head& x) const {
+    const auto right = x.allowed;
+    for (Index i = 0; i < x.span.q_count; i += tile)
+        for (Index j = tile; j < x.span.k_count; j += tile) {
+            const Index rows = std::min(tile, x.span.q_count - i);
+            if (!right.block(i, j - tile, rows, tile).any())
+                x.allowed.block(i, j, rows, std::min(tile, x.span.k_count - j)).setConstant(false);
+        }
+}
+
 Head SmallAttention::load(const Span& s, Index h) {
     const Index heads = k_.size(2);
     Head x{s, h, is(M::head_modulo) ? h % heads : h / (q_.size(2) / heads), {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
@@ -175,6 +186,7 @@ Head SmallAttention::load(const Span& s, Index h) {
         for (Index j = 0; j < s.k_count; ++j) x.allowed(i, j) = is_allowed(x, i, j);
     if (call_.attention_options.top_w >= 0) keep_largest(x);
     if (is(M::tile_lost_after_empty_one)) lose_tiles(x);
+    if (fault_.is("tile seen", "of the chunk before")) lose_blocks(x);
     return x;
 }
 

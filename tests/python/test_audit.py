@@ -156,6 +156,18 @@ def test_the_program(tmp_path):
     assert softdelta.audit.main(["no_such_module:f", *tail]) == 2
 
 
+def test_repeats_that_differ_say_where_and_why():
+    from softdelta._audit.worker import describe_spread
+    torch.manual_seed(0)
+    o = torch.randn(1, 70, 4, 16)
+    other = o.clone()
+    other[0, 33, 2] += 0.5
+    said = describe_spread("o", torch.minimum(o, other), torch.maximum(o, other))
+    assert "in 1 of 280 rows, 33 of head 2" in said and "a race" in said, said
+    said = describe_spread("dq", o, o * (1 + 2**-22 * torch.rand(o.shape)))
+    assert "rows" in said and "sums in another order" in said and "race" not in said, said
+
+
 def test_what_cannot_be_audited_is_refused():
     with pytest.raises(ValueError, match="another process cannot import"):
         softdelta.audit(lambda q: q, op="kda")

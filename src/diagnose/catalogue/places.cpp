@@ -32,6 +32,7 @@ enum class Kind {
     online,     // summed over tiles, rescaled
     running,    // the reverse sum of dg
     index,      // which key head
+    flag,       // of a tile
     norm,       // l2norm
     written,    // a result of rows
     written_state,
@@ -158,6 +159,9 @@ std::vector<Change> changes_of(Kind kind) {
             break;
         case Kind::index:
             add({C::head_before, C::head_after, C::first_head});
+            break;
+        case Kind::flag:
+            add({C::stale});
             break;
         case Kind::norm:
             add({C::missing, C::always});
@@ -346,6 +350,11 @@ bool biased(const Call& c) {
 bool has_bias(const Call& c) {
     return static_cast<bool>(c.attention.bias);
 }
+bool hides_keys(const Call& c) {
+    const AttentionOptions& o = c.attention_options;
+    return c.attention.mask || c.attention.bias || o.causal != Causal::none || o.window_left >= 0 ||
+           o.window_right >= 0 || o.top_w >= 0;
+}
 bool has_sink(const Call& c) {
     return static_cast<bool>(c.attention.sink);
 }
@@ -365,6 +374,8 @@ const Place attention_places[] = {
     {"v", Kind::rows, "v", "v", Phase::forward, always},
     {"do", Kind::rows, "do", "the gradient of o", Phase::backward, always},
     {"q kᵀ", Kind::scores, "scale·q kᵀ", "the product q kᵀ", Phase::forward, always},
+    {"tile seen", Kind::flag, "tile j is seen", "whether one of 64 rows sees a tile of keys", Phase::forward,
+     hides_keys},
     {"bias", Kind::factor, "bias", "the bias", Phase::forward, biased},
     {"slope", Kind::factor, "1 − tanh²", "the slope of the softcap", Phase::backward, capped},
     {"l", Kind::factor, "l", "the sum l of the softmax", Phase::forward, always},

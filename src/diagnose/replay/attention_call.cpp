@@ -114,6 +114,24 @@ class HeadRun {
         keys_ -= first_key_;
     }
 
+    // Of each tile of rows those tiles of keys, after one that none of them sees.
+    void lose_tiles() {
+        const auto right = seen_;
+        const auto rows = static_cast<Index>(right.size()), all = k_.rows();
+        for (Index i = 0; i < rows; ++i) {
+            const auto first = right.begin() + i / attention_tile * attention_tile,
+                       last = right.begin() + std::min(i / attention_tile * attention_tile + attention_tile, rows);
+            for (Index j = attention_tile; j < all; j += attention_tile) {
+                const bool dead = std::none_of(first, last, [j](const auto& row) {
+                    return std::any_of(row.begin() + j - attention_tile, row.begin() + j,
+                                       [](char s) { return s != 0; });
+                });
+                auto& row = seen_[static_cast<std::size_t>(i)];
+                if (dead) std::fill(row.begin() + j, row.begin() + std::min(j + attention_tile, all), 0);
+            }
+        }
+    }
+
     auto keys() const { return k_.middleRows(first_key_, keys_); }
     auto values() const { return v_.middleRows(first_key_, keys_); }
 
@@ -130,6 +148,7 @@ class HeadRun {
         seen_.resize(static_cast<std::size_t>(count));
         for (Index i = 0; i < count; ++i)
             find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
+        if (change_.has("tile seen", Change::stale)) lose_tiles();
         find_keys();
         const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
         s_ = q_ * keys().transpose();

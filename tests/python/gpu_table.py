@@ -1,0 +1,88 @@
+"""Real kernels on an NVIDIA GPU under audit, as a table: tests/python/gpu_table.md, which museum.py puts into its page.
+
+    PYTHONPATH=src/python python tests/python/gpu_table.py [--only NAME …] [--processes 16] [--cases FOLDER] >gpu_table.md
+
+The classes of inputs of a kernel are shared out among processes, since kernels compile for minutes. A kernel that is not
+installed is left out.
+"""
+import argparse
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402
+
+import softdelta  # noqa: E402
+from softdelta._audit import run  # noqa: E402
+
+HERE = Path(__file__).parent
+# Name, function, operation, types, results, shares.
+KERNELS = [
+    ("fla chunk_kda", "chunk_kda", "kda", "bf16", "all", 9),
+    ("fla chunk_gated_delta_rule, forward", "gdn_forward", "gated_delta_rule", "bf16", "forward", 6),
+    ("fla chunk_delta_rule", "chunk_delta_rule", "delta_rule", "bf16", "all", 6),
+    ("fla chunk_simple_gla", "chunk_simple_gla", "simple_gla", "bf16", "all", 6),
+    ("torch SDPA", "torch.nn.functional:scaled_dot_product_attention", "attention", "bf16,f32", "all", 2),
+    ("torch SDPA, flash", "sdpa_flash", "attention", "bf16", "all", 1),
+    ("torch SDPA, efficient", "sdpa_efficient", "attention", "bf16", "all", 1),
+    ("torch SDPA, cuDNN", "sdpa_cudnn", "attention", "bf16", "all", 2),
+    ("torch flex_attention, compiled", "flex", "attention", "bf16", "all", 7),
+    ("a Triton kernel that skips dead tiles", "skips_tiles", "attention", "bf16", "forward", 1),
+    ("the same, losing the tile after", "loses_a_tile", "attention", "bf16", "forward", 1),
+]
+
+
+def audit_share(name, function, op, dtypes, require, share, shares, cases, budget):
+    """Every shares-th class, and with the last share the checks."""
+    draw, checks = run.draw_calls, run.run_checks
+    run.draw_calls = lambda *a: draw(*a)[share::shares]
+    run.run_checks = lambda *a: checks(*a) if share == shares - 1 else None
+    torch.set_num_threads(1)
+    function = function if ":" in function else f"{HERE / 'gpu_kernels.py'}:{function}"
+    output = os.path.join(cases, f"{name.replace(' ', '-')}-{share}.safetensors") if cases else False
+    try:
+        found = softdelta.audit(function, op=op, device="cuda", dtypes=dtypes.split(","), seed=20261127, require=require,
+                                budget_s=budget, output=output)
+    except ValueError as e:  # not installed
+        print(f"{name}: {e}", file=sys.stderr, flush=True)
+        return None
+    finally:
+        run.draw_calls, run.run_checks = draw, checks
+    print(f"{name}, share {share} of {shares}\n{found}", file=sys.stderr, flush=True)
+    return found
+
+
+def row_of(name, found):
+    verdicts = [f.verdict for f in found]
+    verdict = next(v for v in ("wrong", "incomplete", "right", "cannot_be_judged") if v in verdicts)
+    right, total = (sum(f.score[i] for f in found) for i in (0, 1))
+    said = list(dict.fromkeys([s for f in found for s in f.faults] + [s for f in found for s in f.gaps]))
+    said += [d for f in found for d in f.diagnosis[:1]]
+    return f"| {name} | {verdict} | {right} of {total} | {'; '.join(said[:3]).replace('|', '/')} |"
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--only", nargs="*")
+    p.add_argument("--processes", type=int, default=os.cpu_count())
+    p.add_argument("--cases", help="folder for failing inputs, and their diagnosis")
+    p.add_argument("--budget", type=float, default=600)
+    a = p.parse_args()
+    kernels = [k for k in KERNELS if not a.only or any(w in k[0] for w in a.only)]
+    shares = [(*k[:5], i, k[5], a.cases, a.budget) for k in kernels for i in range(k[5])]
+    with multiprocessing.get_context("spawn").Pool(a.processes) as pool:
+        found = pool.starmap(audit_share, shares, 1)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| kernel | verdict | right | what is wrong or missing |\n"
+          "|---|---|---|---|")
+    for kernel in kernels:
+        own = [f for f, s in zip(found, shares) if s[0] == kernel[0] and f is not None]
+        if own:
+            print(row_of(kernel[0], own))
+
+
+if __name__ == "__main__":
+    main()
