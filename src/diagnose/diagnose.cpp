@@ -42,7 +42,7 @@ std::string describe_suspects(const Ranking& ranking) {
     if (ranking.suspects.empty() || ranking.suspects.size() > most) return "";
     std::string places;
     for (const Entry* entry : ranking.suspects) places.append(places.empty() ? "" : ", ").append(entry->point.place);
-    return "by the results that are right, it is at one of the places " + places;
+    return "if it is at one place, then, by the results that are right, at " + places;
 }
 
 std::vector<std::string> conclude(const Ranking& ranking) {

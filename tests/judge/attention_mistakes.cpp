@@ -13,7 +13,7 @@ io::MakeOptions inputs() {
     o.op = "attention";
     o.batch = 2, o.heads = 4, o.key_heads = 2;
     o.queries = o.keys = 150;
-    o.key_size = 16, o.value_size = 24;
+    o.key_size = 32, o.value_size = 48;
     return o;
 }
 

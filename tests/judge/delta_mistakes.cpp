@@ -13,7 +13,7 @@ io::MakeOptions inputs(const char* op) {
     o.op = op;
     o.tokens = 150;
     o.heads = 2, o.value_heads = 4;
-    o.key_size = 16, o.value_size = 24;
+    o.key_size = 32, o.value_size = 48;
     o.gate = "uniform", o.gate_value = -0.02;
     return o;
 }

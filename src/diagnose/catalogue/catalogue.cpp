@@ -51,11 +51,26 @@ If no name leaves only rounding, changes at places are tried, likeliest first. A
 or not in a wrong one, is excluded; so are factors unlike the error's share of what the loss changes.
 
 If nothing beats noise, no pattern fits by more than 3 σ (as the best of so many), and the error is no constant factor, the report
-says "no mistake, only more noise than allowed". If nothing explains the dump, the four best are tried with every other.
+says "no mistake, only more noise than allowed". If nothing explains the dump, the four best are tried with every other:
+first the pairs whose effects, added up, leave least.
 
 Entries that give the same results on this input stand beside the best. Entries that change less than rounding may are not ranked.
 
 A mistake of the forward pass is also tried with right gradients, and with right outputs.
+
+Changes drawn at random, made by other kernels (`tests/diagnose/points_test.cpp`, seeds from 50000); tied: the input cannot
+tell them apart.
+
+| kind of change | drawn | named first | tied with it | in the first three | not named | a wrong name | does not show |
+|---|---|---|---|---|---|---|---|
+| a factor | 166 | 110 | 52 | 0 | 4 | 0 | 0 |
+| decay, gates | 15 | 12 | 1 | 0 | 2 | 0 | 0 |
+| head, sequence | 4 | 1 | 3 | 0 | 0 | 0 | 0 |
+| operands | 2 | 0 | 0 | 0 | 0 | 0 | 2 |
+| products, states | 14 | 9 | 1 | 0 | 0 | 0 | 4 |
+| rows | 45 | 42 | 3 | 0 | 0 | 0 | 0 |
+| sums | 14 | 13 | 0 | 1 | 0 | 0 | 0 |
+| all | 260 | 187 | 60 | 1 | 6 | 0 | 6 |
 
 ## Large calls
 

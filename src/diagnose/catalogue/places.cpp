@@ -238,7 +238,7 @@ const Place delta_places[] = {
     {"g", Kind::gates, "g", "the gate", Phase::operands, gated},
     {"G", Kind::sums, "G", "the gate's sum G", Phase::operands, gated},
     {"E", Kind::sums, "E", "the gate's sum E, of what erases,", Phase::operands, erases_gated},
-    {"do", Kind::rows, "do", "the gradient of o", Phase::backward, always},
+    {"do", Kind::by_beta, "do", "the gradient of o", Phase::backward, always},
     // forward
     {"S", Kind::state, "S", "the state that enters a chunk", Phase::forward, always},
     {"score.decay", Kind::decay, "G_i − G_j", "the decay between the rows of score", Phase::forward, gated},
@@ -443,6 +443,10 @@ class Points {
         const char* name = keep(std::string(place.name) + " " + how.words);
         entries_.push_back({Mistake::at_a_point, name, keep(std::string(place.words) + " " + how.words), keep(formula),
                             "", place.from, place.applies, Point{place.name, change}});
+        if (place.kind == Kind::flag) {
+            entries_.back().sentence = "after a tile of keys that none of 64 rows sees, these rows lose the next one";
+            entries_.back().formula = "tile j skipped when no row saw tile j − 1";
+        }
         if (place.kind != Kind::norm) return;
         entries_.back().applies = change == Change::always ? norm_not_asked : norm_asked;
     }

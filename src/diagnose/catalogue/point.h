@@ -73,11 +73,16 @@ constexpr bool is_of_tiles(Change c) {
            c == Change::last_only || c == Change::first_only || c == Change::stale;
 }
 
+// What decays to nothing may be large when it decays otherwise.
+constexpr bool is_of_exponent(Change c) {
+    return (c >= Change::undecayed && c <= Change::decay_of_row_after) || c == Change::unsummed ||
+           c == Change::summed_by_tile;
+}
+
 // Changes some rows or tiles only, or all of them little: what comes of the others may be right.
 constexpr bool is_partial(Change c) {
     return (c >= Change::row_before && c <= Change::stale) || c == Change::first_only || is_of_tiles(c) ||
-           (c >= Change::bf16 && c <= Change::decay_of_row_after) || c == Change::unsummed ||
-           c == Change::summed_by_tile;
+           c == Change::bf16 || is_of_exponent(c);
 }
 
 struct Point {

@@ -1,6 +1,7 @@
 #include "diagnose/evidence/rank.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <iterator>
@@ -232,7 +233,7 @@ class Search {
         tried_ = first.size() + others.size();
         std::vector<Candidate> found = trial_.run(first, tried_, "places");
         for (const Candidate& c : found)
-            if (reaches_the_wrong_alone(c)) suspects_.push_back(c.entries.front());
+            if (!right_.empty() && reaches_the_wrong_alone(c)) suspects_.push_back(c.entries.front());
         std::map<std::string_view, const Candidate*> of_place;
         for (const Candidate& c : found) of_place[c.entries.front()->point.place] = &c;
         const auto loss_of = [&](const std::vector<const Entry*>& set) {
@@ -287,6 +288,11 @@ class Search {
                    0;
         return !forward_wrong_ || entry.from <= Phase::forward;
     }
+    // Gates, and what is inverted: its loss says little of its multiples.
+    static bool is_nonlinear(std::string_view place) {
+        constexpr std::array places = {"g", "L", "A", "k", "p", "k in L and w", "β"};
+        return std::ranges::find(places, place) != places.end();
+    }
     // Whether an error may be that of a change at a place whose loss is known.
     bool may_be_like(const Entry& entry, const Candidate& lost) const {
         constexpr double clear = 10, small_reach = 0.01;
@@ -297,14 +303,15 @@ class Search {
             if (of_pass && !is_partial(entry.point.change) && right_.count(result) != 0 && reached > clear)
                 return false;
             const double error = before_.results.at(result);
-            if (of_pass && error > clear && reached < std::max(seen, small_reach * error)) return false;
+            if (of_pass && !is_of_exponent(change) && error > clear && reached < std::max(seen, small_reach * error))
+                return false;
         }
         if (!is_factor(change) || entry.from == Phase::results) return true;
         const bool by_beta = change == Change::times_beta || change == Change::over_beta;
         // Results are linear in parts of the backward pass, save for what goes from chunk to chunk; not in those of the
         // forward pass, least of all in gates and in what is exponentiated.
         if (entry.from < Phase::backward)
-            return call_.is_attention || by_beta || entry.point.place == "g" || lost.fit.correlation > 0.2;
+            return call_.is_attention || by_beta || is_nonlinear(entry.point.place) || lost.fit.correlation > 0.2;
         if (lost.fit.correlation < 0.3) return false;
         if (by_beta) return true;
         constexpr double near = 3;
