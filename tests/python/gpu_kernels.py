@@ -41,7 +41,7 @@ def _backend(name):
                 return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask,
                                                                         is_causal=is_causal, scale=scale)
             except RuntimeError as e:
-                if "No available kernel" in str(e):
+                if "No available kernel" in str(e) or "No viable backend" in str(e):
                     raise ValueError(str(e)) from e
                 raise
     return sdpa
@@ -72,7 +72,11 @@ def flex(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
 
         def change(score, b, h, i, j):
             return score + bias[b, h, i, j]
-    return _flex[0](query, key, value, score_mod=change, block_mask=blocks, scale=scale, enable_gqa=enable_gqa)
+    given = dict(score_mod=change, block_mask=blocks, scale=scale, enable_gqa=enable_gqa)
+    try:
+        return _flex[0](query, key, value, **given)
+    except torch._inductor.exc.InductorError:  # its kernel for few queries has no form for these sizes
+        return _flex[0](query, key, value, **given, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
 
 
 @triton.jit

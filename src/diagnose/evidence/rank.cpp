@@ -388,7 +388,7 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
         ranking.noise && !ranking.singles.empty() && has_pattern(ranking.before, ranking.singles.front());
     if (ranking.singles.empty() || ranking.explained() || ranking.noise) return ranking;
 
-    constexpr double most_runs = 400, most_pairs = 24;
+    constexpr double most_runs = 160, most_pairs = 24;
     const double runs = std::min(1 + pair_share * work / work_of(call), most_runs);
     sets = trial.pairs(ranking.singles, static_cast<std::size_t>(runs));
     const auto most = static_cast<std::size_t>(std::min(runs, most_pairs));
