@@ -151,7 +151,7 @@ class HeadRun {
         if (change_.has("tile seen", Change::stale)) lose_tiles();
         find_keys();
         const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
-        s_ = q_ * keys().transpose();
+        s_ = multiply_bt(q_, keys());
         if (has(M::value_size_in_scale))
             s_ /= std::sqrt(static_cast<double>(v_.cols()));
         else if (!has(M::scores_without_scale))
@@ -233,7 +233,7 @@ class HeadRun {
                       change_.value("ln l in lse", std::log(sum));
         }
         change_.value("p", p_);
-        o_ = p_ * values();
+        o_ = multiply(p_, values());
         for (Index i = 0; i < rows; ++i) {
             if (!dead_[static_cast<std::size_t>(i)]) continue;
             o_.row(i).setZero();
@@ -264,7 +264,7 @@ class HeadRun {
     void backward() {
         Matrix d_o = c_.d_o.rows(at_.batch, at_.q_begin + first_, q_.rows(), h_);
         change_.value("do", d_o);
-        Matrix dp = d_o * values().transpose();
+        Matrix dp = multiply_bt(d_o, values());
         change_.value("dp", dp);
         Vector D = d_o.cwiseProduct(o_).rowwise().sum();
         change_.value("D", D);
@@ -297,13 +297,13 @@ class HeadRun {
         if (change_.has("sum of dq", Change::first_only))
             ds_q.rightCols(std::max<Index>(keys_ - attention_tile, 0)).setZero();
         results_.at("dq").rows(at_.batch, at_.q_begin + first_, q_.rows(), h_) =
-            scale(M::dq_without_scale, M::dq_scaled_twice) * (ds_q * keys());
+            multiply(ds_q, keys(), scale(M::dq_without_scale, M::dq_scaled_twice));
         const auto add = [&](const char* place, Matrix& sum, const Matrix& d) {
             if (change_.has(place, Change::last_only)) sum.setZero();
             if (first_ == 0 || !change_.has(place, Change::first_only)) sum.middleRows(first_key_, keys_) += d;
         };
-        add("sum of dk", dk_, scale(M::dk_without_scale, M::dk_scaled_twice) * (ds_k.transpose() * q_));
-        add("sum of dv", dv_, (has(M::dv_from_ds) ? ds : p).transpose() * d_o);
+        add("sum of dk", dk_, multiply_at(ds_k, q_, scale(M::dk_without_scale, M::dk_scaled_twice)));
+        add("sum of dv", dv_, multiply_at(has(M::dv_from_ds) ? ds : p, d_o));
     }
 
     void add_bias_gradient(const Matrix& ds) {

@@ -38,26 +38,27 @@ Factors factors(const Pairs& pairs) {
 }  // namespace
 
 Matrix Pairs::products(const Matrix& x, const Matrix& y) const {
-    if (X.cols() == 1) return (x * y.transpose()).cwiseProduct(decay_pairs(*this, 0));
+    if (X.cols() == 1) return multiply_bt(x, y).cwiseProduct(decay_pairs(*this, 0));
     if (const Factors f = factors(*this); f.exist)
-        return tril(x.cwiseProduct(f.of_x) * y.cwiseProduct(f.of_y).transpose());
+        return tril(multiply_bt(x.cwiseProduct(f.of_x), y.cwiseProduct(f.of_y)));
     Matrix sum = Matrix::Zero(x.rows(), y.rows());
     for (Index c = 0; c < X.cols(); ++c) sum += (x.col(c) * y.col(c).transpose()).cwiseProduct(decay_pairs(*this, c));
     return sum;
 }
 
 Matrix Pairs::sum_earlier(const Matrix& m, const Matrix& y) const {
-    if (X.cols() == 1) return m.cwiseProduct(decay_pairs(*this, 0)) * y;
-    if (const Factors f = factors(*this); f.exist) return (tril(m) * y.cwiseProduct(f.of_y)).cwiseProduct(f.of_x);
+    if (X.cols() == 1) return multiply(m.cwiseProduct(decay_pairs(*this, 0)), y);
+    if (const Factors f = factors(*this); f.exist)
+        return multiply(tril(m), y.cwiseProduct(f.of_y)).cwiseProduct(f.of_x);
     Matrix sum(m.rows(), y.cols());
     for (Index c = 0; c < X.cols(); ++c) sum.col(c) = m.cwiseProduct(decay_pairs(*this, c)) * y.col(c);
     return sum;
 }
 
 Matrix Pairs::sum_later(const Matrix& m, const Matrix& x) const {
-    if (X.cols() == 1) return m.cwiseProduct(decay_pairs(*this, 0)).transpose() * x;
+    if (X.cols() == 1) return multiply_at(m.cwiseProduct(decay_pairs(*this, 0)), x);
     if (const Factors f = factors(*this); f.exist)
-        return (tril(m).transpose() * x.cwiseProduct(f.of_x)).cwiseProduct(f.of_y);
+        return multiply_at(tril(m), x.cwiseProduct(f.of_x)).cwiseProduct(f.of_y);
     Matrix sum(m.cols(), x.cols());
     for (Index c = 0; c < X.cols(); ++c) sum.col(c) = m.cwiseProduct(decay_pairs(*this, c)).transpose() * x.col(c);
     return sum;

@@ -38,13 +38,13 @@ void solve(const DeltaKernel& kernel, const DeltaOperands& in, DeltaForward& out
     out.beta_v = in.v;
     if (!kernel.has(M::u_without_beta)) out.beta_v = in.beta.asDiagonal() * in.v;
     at.value("beta_v", out.beta_v, &in.beta);
-    out.w = out.A * out.erase_key;
+    out.w = multiply(out.A, out.erase_key);
     at.value("w", out.w, &in.beta);
-    out.v_new = out.A * out.beta_v;
+    out.v_new = multiply(out.A, out.beta_v);
     at.value("u", out.v_new, &in.beta);
     Matrix S = out.S;
     at.value("S in w S", S);
-    Matrix erased = out.w * S;
+    Matrix erased = multiply(out.w, S);
     at.value("w S", erased, &in.beta);
     if (!kernel.has(M::v_new_ignores_state)) out.v_new -= erased;
 }
@@ -54,7 +54,7 @@ Matrix inverse_gradient(const DeltaKernel& kernel, const Matrix& A, const Matrix
     const bool left = kernel.has(M::dL_left_not_transposed) || kernel.has(M::dL_not_transposed);
     const bool right = kernel.has(M::dL_right_not_transposed) || kernel.has(M::dL_not_transposed);
     const Matrix At = A.transpose();
-    Matrix dL = -((left ? A : At) * dA * (right ? A : At));
+    Matrix dL = -multiply(multiply(left ? A : At, dA), right ? A : At);
     if (kernel.has(M::dL_unmasked)) return dL;
     return kernel.has(M::dL_with_diagonal) ? tril(dL) : stril(dL);
 }
@@ -66,16 +66,16 @@ void unsolve(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForw
     const double sign = kernel.has(M::dw_sign) ? 1 : -1;
     Matrix S = kept.S;
     at.value("S in dw", S);
-    Matrix dw = sign * (du * S.transpose());
+    Matrix dw = multiply_bt(du, S, sign);
     at.value("dw", dw, &in.beta);
-    Matrix dA = du * kept.beta_v.transpose(), dA_of_w = dw * kept.erase_key.transpose();
+    Matrix dA = multiply_bt(du, kept.beta_v), dA_of_w = multiply_bt(dw, kept.erase_key);
     at.value("du (β v)ᵀ", dA, &in.beta);
     at.value("dw erase_keyᵀ", dA_of_w, &in.beta);
     if (!kernel.has(M::dA_without_w)) dA += dA_of_w;
     at.value("dA", dA, &in.beta);
     Matrix dL = inverse_gradient(kernel, kept.A, dA);
     at.value("dL", dL, &in.beta);
-    Matrix dbeta_v = kept.A.transpose() * du, derase_key = kept.A.transpose() * dw;
+    Matrix dbeta_v = multiply_at(kept.A, du), derase_key = multiply_at(kept.A, dw);
     at.value("Aᵀ du", dbeta_v, &in.beta);
     at.value("Aᵀ dw", derase_key, &in.beta);
 
@@ -104,7 +104,7 @@ void unsolve(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForw
     if (!kernel.has(M::dbeta_without_key_path)) out.dbeta += by_key;
     if (kernel.has(M::dbeta_with_beta)) out.dbeta = out.dbeta.cwiseProduct(in.beta).eval();
     at.value("dβ", out.dbeta, &in.beta);
-    Matrix erased = kept.w.transpose() * du;
+    Matrix erased = multiply_at(kept.w, du);
     at.value("wᵀ dU", erased);
     if (!kernel.has(M::dstate_without_erase)) out.dS -= erased;
 }
@@ -155,13 +155,13 @@ void forward(const DeltaKernel& kernel, const DeltaOperands& in, Matrix& S, Delt
     at.value("v_new", out.v_new, &in.beta);
     Matrix v_new = out.v_new;
     at.value("v_new in o", v_new, &in.beta);
-    out.o = out.score * v_new;
+    out.o = multiply(out.score, v_new);
     at.value("score v_new", out.o, &in.beta);
     const Matrix from_first = decay_rows(at.exponents("read_query.decay", in.G), K);
     const Matrix read = kernel.has(M::read_query_without_decay) ? in.q : in.q.cwiseProduct(from_first);
     Matrix from = S;
     at.value("S in o", from);
-    Matrix by_state = scale * (read * from);
+    Matrix by_state = multiply(read, from, scale);
     at.value("read_query S", by_state, &in.beta);
     if (!kernel.has(M::o_without_state)) out.o += by_state;
     at.value("o", out.o, &in.beta);
@@ -174,7 +174,7 @@ void forward(const DeltaKernel& kernel, const DeltaOperands& in, Matrix& S, Delt
     at.value("v_new in S'", v_new, &in.beta);
     S = state_decay(kernel, "state_decay", in, times).asDiagonal() * S;
     at.value("state_decay∘S", S);
-    Matrix written = write_key.transpose() * v_new;
+    Matrix written = multiply_at(write_key, v_new);
     at.value("write_keyᵀ v_new", written);
     S += written;
     at.value("S'", S);
@@ -189,10 +189,10 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     at.value("dS'", dS);
     Matrix d_o = in.d_o;
     at.value("do", d_o, &in.beta);
-    Matrix du = kept.score.transpose() * d_o;
+    Matrix du = multiply_at(kept.score, d_o);
     at.value("scoreᵀ do", du, &in.beta);
     if (!kernel.has(M::du_without_state)) {
-        Matrix by_state = in.k.cwiseProduct(decay_to_last(kernel, "write_key dS'.decay", in)) * dS;
+        Matrix by_state = multiply(in.k.cwiseProduct(decay_to_last(kernel, "write_key dS'.decay", in)), dS);
         at.value("write_key dS'", by_state, &in.beta);
         du += by_state;
     }
@@ -200,7 +200,7 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     Matrix v_new = kept.v_new;
     at.value("v_new in dscore", v_new, &in.beta);
     const bool unmasked = at.has("dscore", Change::unmasked);
-    Matrix dscore = d_o * v_new.transpose();
+    Matrix dscore = multiply_bt(d_o, v_new);
     if (!unmasked) dscore = tril(dscore);
     at.value("dscore", dscore, &in.beta);
     const Pairs pairs{in.G, in.G, unmasked};
@@ -208,13 +208,13 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     out.dS = state_decay(kernel, "dS'.decay", in, kernel.has(M::dstate_without_decay) ? 0 : 1).asDiagonal() * dS;
     at.value("state_decay∘dS'", out.dS);
     const Matrix read = in.q.cwiseProduct(decay_rows(at.exponents("read_queryᵀ do.decay", in.G), K));
-    Matrix by_read = kernel.scale * (read.transpose() * d_o);
+    Matrix by_read = multiply_at(read, d_o, kernel.scale);
     at.value("read_queryᵀ do", by_read);
     out.dS += by_read;
     out.dq = Matrix::Zero(in.q.rows(), K);
     Matrix S = kept.S;
     at.value("S in dq", S);
-    Matrix by_state = (d_o * S.transpose()).cwiseProduct(decay_rows(at.exponents("dq from S.decay", in.G), K));
+    Matrix by_state = multiply_bt(d_o, S).cwiseProduct(decay_rows(at.exponents("dq from S.decay", in.G), K));
     at.value("dq from S", by_state, &in.beta);
     Matrix by_scores = pairs.sum_earlier(dscore, in.k);
     at.value("dq from scores", by_scores, &in.beta);
@@ -227,7 +227,7 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
                                                                    : kernel.scale;
     v_new = kept.v_new;
     at.value("v_new in kw", v_new, &in.beta);
-    Matrix kw = (v_new * dS.transpose()).cwiseProduct(decay_to_last(kernel, "kw.decay", in));
+    Matrix kw = multiply_bt(v_new, dS).cwiseProduct(decay_to_last(kernel, "kw.decay", in));
     at.value("kw", kw, &in.beta);
     out.dk = dk_scale * pairs.sum_later(dscore, in.q);
     at.value("dk from scores", out.dk, &in.beta);

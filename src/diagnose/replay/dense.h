@@ -19,6 +19,12 @@ using Vector = Eigen::VectorXd;
 using View = Eigen::Map<Matrix, 0, Eigen::OuterStride<>>;
 using ConstView = Eigen::Map<const Matrix, 0, Eigen::OuterStride<>>;
 
+// factor·a·b, and with aᵀ, or bᵀ. Eigen's code of a product is long: these are compiled once.
+using Operand = Eigen::Ref<const Matrix>;
+Matrix multiply(const Operand& a, const Operand& b, double factor = 1);
+Matrix multiply_at(const Operand& a, const Operand& b, double factor = 1);
+Matrix multiply_bt(const Operand& a, const Operand& b, double factor = 1);
+
 class Dense {
   public:
     Dense() = default;
