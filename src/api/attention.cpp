@@ -1,6 +1,8 @@
 // Attention: the checks of one call, then the engine.
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "api/check.h"
@@ -34,10 +36,42 @@ Index least_keys(const core::AttentionInputs& in, const core::AttentionOptions& 
     return o.shift != 0 ? 0 : o.causal == core::Causal::bottom_right ? count : std::min<Index>(count, 1);
 }
 
+// Whether `count` indices are neither negative nor beyond the last. The sign of x, or of last − x, shows one that is.
+template <class T>
+bool are_within(const T* indices, Index stride, Index count, Index last) {
+    using Bits = std::make_unsigned_t<T>;
+    const auto most = static_cast<Bits>(std::min<Index>(last, std::numeric_limits<T>::max()));
+    Bits signs = 0;
+    if (stride == 1) {
+#pragma omp simd reduction(| : signs)
+        for (Index i = 0; i < count; ++i)
+            signs |= static_cast<Bits>(indices[i]) | (most - static_cast<Bits>(indices[i]));
+    } else {
+        for (Index i = 0; i < count; ++i)
+            signs |= static_cast<Bits>(indices[i * stride]) | (most - static_cast<Bits>(indices[i * stride]));
+    }
+    return static_cast<T>(signs) >= 0;
+}
+
+// Blocks of a sequence's keys. A server has thousands of them in a call: they are looked at one by one when one is
+// wrong.
+void check_blocks(const core::AttentionInputs& in, Index sequence, Index count) {
+    const Tensor& table = in.block_table;
+    const Index last = in.k.shape[0] - 1, first = sequence * table.stride[0], stride = table.stride[1];
+    const bool right = table.dtype == core::DType::i32
+                           ? are_within(static_cast<const std::int32_t*>(table.data) + first, stride, count, last)
+                           : are_within(static_cast<const std::int64_t*>(table.data) + first, stride, count, last);
+    for (Index i = 0; !right && i < count; ++i)
+        if (const Index block = core::load_index(table, first + i * stride); block < 0 || block > last)
+            refuse("block_table[" + std::to_string(sequence) + ", " + std::to_string(i) + "]", std::to_string(block),
+                   "0 to " + std::to_string(last) + " (blocks of k)");
+}
+
 // A cache for each sequence: how many keys are in it, and in which blocks they lie.
 void check_caches(const core::AttentionInputs& in, const core::AttentionOptions& o, Index sequences, Index capacity) {
     if (!in.cache_seqlens || !in.cache_seqlens.device.is_cpu()) return;
-    const Index rows = in.block_table ? in.k.shape[1] : 1;
+    const bool paged = in.block_table && in.block_table.device.is_cpu();
+    const Index rows = paged ? in.k.shape[1] : 1;
     for (Index b = 0; b < sequences; ++b) {
         const Index used = core::load_index(in.cache_seqlens, b * in.cache_seqlens.stride[0]);
         const auto refuse_length = [&](const std::string& expected) {
@@ -47,12 +81,7 @@ void check_caches(const core::AttentionInputs& in, const core::AttentionOptions&
         if (const Index least = least_keys(in, o, b); used < least)
             refuse_length(std::to_string(least) + " or more: it counts the keys of the " +
                           std::to_string(queries(in, b)) + " queries too");
-        for (Index i = 0; in.block_table && in.block_table.device.is_cpu() && i < (used + rows - 1) / rows; ++i) {
-            const Index block = core::load_index(in.block_table, in.block_table.offset({b, i}));
-            if (block < 0 || block >= in.k.shape[0])
-                refuse("block_table[" + std::to_string(b) + ", " + std::to_string(i) + "]", std::to_string(block),
-                       "0 to " + std::to_string(in.k.shape[0] - 1) + " (blocks of k)");
-        }
+        if (paged) check_blocks(in, b, (used + rows - 1) / rows);
     }
 }
 

@@ -88,15 +88,14 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
             stride = 0;
             continue;
         }
-        const Index most = farthest / item / (t.shape[at(i)] - 1);
-        if (stride > most || stride < -most)
+        Index step = 0;  // by a product: a division takes as long as all else of a dimension
+        if (__builtin_mul_overflow(stride, item * (t.shape[at(i)] - 1), &step) || step > farthest || step < -farthest)
             refuse(std::string(name) + ": stride of dimension " + std::to_string(i), std::to_string(stride),
                    "one that stays within memory");
-        const Index step = stride * item * (t.shape[at(i)] - 1);
         (step < 0 ? before : behind) += std::abs(step);
     }
     if (empty) return;
-    if (const std::uintptr_t odd = address % static_cast<std::uintptr_t>(item); odd != 0)
+    if (const std::uintptr_t odd = address & static_cast<std::uintptr_t>(item - 1); odd != 0)
         refuse(std::string(name) + ": data + byte_offset",
                std::to_string(odd) + " bytes past a multiple of " + std::to_string(item),
                "elements aligned to their size");
@@ -110,7 +109,7 @@ void check_addresses(const char* name, Tensor& t, std::uintptr_t data, std::uint
 // left out. visit(used, begin, end): the entries of a range that are used, once all of them are known.
 template <class Entry, class Visit>
 Index first_wrong_index(Index count, const Entry& entry, Index states, const Visit& visit) {
-    constexpr Index range = 1 << 14;
+    constexpr Index range = 1 << 12;
     Index end = count, begin = 0;
     do {
         std::bitset<range> used;
@@ -170,13 +169,12 @@ Tensor import(const char* name, const DLTensor* tensor) {
     Index count = 1, extent = 1;  // extent: a size of 0 counts as 1
     for (int i = t.rank; i-- > 0;) {
         const Index size = tensor->shape[i];
-        if (size < 0 || (size > 0 && extent > most_elements / size))
+        if (size < 0 || __builtin_mul_overflow(extent, std::max<Index>(size, 1), &extent) || extent > most_elements)
             refuse(std::string(name) + ": dimension " + std::to_string(i), std::to_string(size),
                    "a size that memory can hold");
         t.shape[at(i)] = size;
         t.stride[at(i)] = tensor->strides != nullptr ? tensor->strides[i] : count;
         count *= size;
-        extent *= std::max<Index>(size, 1);
     }
     constexpr Index most_empty = Index{1} << 24;
     if (count == 0 && extent > most_empty)

@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "softdelta/softdelta.hpp"
@@ -601,6 +602,45 @@ TEST(OddOperands, ACallOfF64IsTheReferences) {
     const ConvolutionInputs wider{.x = Tensor(wide.data(), DType::f64, {1, 4, 2}),
                                   .weight = Tensor(narrow.data(), DType::f32, {2, 9})};
     EXPECT_NO_THROW(causal_convolution_forward(wider, {.y = Tensor(named.data(), DType::f64, {1, 4, 2})}));
+}
+
+// A wrong block is found wherever it stands in a table, in any type and with any strides.
+template <class T>
+void expect_wrong_blocks_found(DType type, std::int64_t step) {
+    constexpr std::int64_t blocks = 21, highest = std::numeric_limits<T>::max();
+    const std::vector<float> data(64, 0.5F);
+    std::vector<float> result(2);
+    std::vector<T> table(static_cast<std::size_t>(2 * blocks * step), T{-1});
+    const std::vector<std::int32_t> used{blocks, blocks};
+    const auto error = [&] {
+        try {
+            attention_forward({.q = Tensor(data.data(), DType::f32, {2, 1, 1, 1}),
+                               .k = Tensor(data.data(), DType::f32, {4, 1, 1, 1}),
+                               .v = Tensor(data.data(), DType::f32, {4, 1, 1, 1}),
+                               .cache_seqlens = Tensor(used.data(), DType::i32, {2}),
+                               .block_table = Tensor(table.data(), type, {2, blocks}, {blocks * step, step})},
+                              {.o = Tensor(result.data(), DType::f32, {2, 1, 1, 1})});
+        } catch (const std::exception& e) {
+            return std::string(e.what());
+        }
+        return std::string();
+    };
+    for (std::int64_t i = 0; i < 2 * blocks; ++i) table[static_cast<std::size_t>(i * step)] = static_cast<T>(i % 4);
+    EXPECT_EQ(error(), "");
+    for (std::int64_t i = 0; i < 2 * blocks; ++i)
+        for (const std::int64_t wrong : {std::int64_t{4}, std::int64_t{-1}, highest, -highest - 1}) {
+            T& entry = table[static_cast<std::size_t>(i * step)];
+            const T right = std::exchange(entry, static_cast<T>(wrong));
+            EXPECT_EQ(error(), "block_table[" + std::to_string(i / blocks) + ", " + std::to_string(i % blocks) +
+                                   "] is " + std::to_string(wrong) + ", expected 0 to 3 (blocks of k)");
+            entry = right;
+        }
+}
+TEST(AttentionArguments, WrongBlocksAreFoundAnywhere) {
+    for (const std::int64_t step : {1, 3}) {
+        expect_wrong_blocks_found<std::int32_t>(DType::i32, step);
+        expect_wrong_blocks_found<std::int64_t>(DType::i64, step);
+    }
 }
 
 // Three sequences of 4, 1 and 1 packed queries, whose keys are in a cache of blocks or in caches of their own.
