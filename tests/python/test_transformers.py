@@ -67,7 +67,7 @@ def test_report_and_nesting():
     (["qwen3_next", "kimi_linea"], r"models contains 'kimi_linea', expected names of folders in transformers.models: "
                                    r"'kimi_linear'\?"),
     ("qwen3-next", "models contains 'qwen3-next', .*'qwen3_next'"),
-    ([None], "models contains None, expected names"),
+    ([None], "models contains None, expected names"), (5, "models contains 5, expected names"),
 ])
 def test_refuses_a_name_that_is_no_model(models, message):
     before = functions("qwen3_next"), attention_functions()

@@ -118,7 +118,7 @@ def enable(models=MODELS, attention=True, group=None, method="auto"):
     Returns an Enabled; its text lists what was replaced. Raises ValueError for a name that is no model, and with a group
     where something is replaced already.
     """
-    models = (models,) if isinstance(models, str) else tuple(models)
+    models = tuple(models) if hasattr(models, "__iter__") and not isinstance(models, str) else (models,)
     for model in models:
         _expect_model(model)
     if group is not None and _replaced:
