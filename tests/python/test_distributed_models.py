@@ -32,6 +32,6 @@ def test_what_ranks_cannot_share_is_refused():
 def test_a_model_learns_the_same_on_any_number_of_ranks():
     alone, = ranks.run(1, ranks_models.trained, "relay")
     assert alone[-1] < 0.8 * alone[0]
-    for size, method, limit in ((2, "relay", 1e-6), (4, "relay", 1e-6), (2, "scan", 1e-5)):
+    for size, method, limit in ((4, "relay", 1e-6), (2, "scan", 1e-5)):
         for losses in ranks.run(size, ranks_models.trained, method):
             torch.testing.assert_close(losses, alone, rtol=limit, atol=0)
