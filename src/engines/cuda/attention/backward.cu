@@ -441,8 +441,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     }
     if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
     for_each([&](const AttentionSequences& s) {
-        if (wanted.dq) launch_gradients_by_query(call, s, planes, wanted, stream);
-        if (wanted.dk || wanted.dv) launch_gradients_by_key(call, s, planes, wanted, stream);
+        launch_gradients(call, s, planes, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
             if (!bias_by_key && !bias && !split_bias) of_bias.redo_keys = {};

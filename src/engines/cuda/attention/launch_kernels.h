@@ -54,12 +54,10 @@ inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
     const Index few = 2 * multiprocessors();
     return static_cast<unsigned>(std::min(blocks_of_rows, std::max(few / heads, Index(1))));
 }
-// use.template operator()<few>(). A loop takes more registers than kernels have that compute all, of bf16 too; those of
-// other types often compute all.
-template <int planes, class Use>
+// use.template operator()<few>(): a loop takes more registers than kernels have that compute all.
+template <class Use>
 void with_few(const Redo& redo, const Use& use) {
-    if constexpr (planes == 1)
-        if (redo.may_take_none()) return use.template operator()<true>();
+    if (redo.may_take_none()) return use.template operator()<true>();
     use.template operator()<false>();
 }
 // Blocks of `step` rows, which tiles have whole: of so many rows of a sequence, or of the list.
@@ -73,21 +71,18 @@ dim3 row_block_grid(Index blocks, Index heads, const TileList& list, const Atten
     return dim3(few ? few_blocks(blocks, heads * z) : static_cast<unsigned>(blocks), static_cast<unsigned>(heads),
                 static_cast<unsigned>(z));
 }
-// take(rows) for each of these blocks that a block of threads has; none where few blocks find no flag. Few blocks wait
-// for the launch before: they may be launched early.
+// take(rows) for each of these blocks that a block of threads has; none where few blocks find no flag. Few blocks may
+// be launched early: who calls this waits for the launch before.
 template <bool few, class Take>
 __device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, const TileList& list, int heads,
-                               Index rows, int step, const Take& take) {
+                               int head, Index rows, int step, const Take& take) {
     const auto take_block = [&](Index block) {
         RowTile at = sequences.tile(list, static_cast<int>(block * step / tile_rows));
         at.first += block * step % tile_rows;
         if (at) take(at);
     };
     if constexpr (few) {
-        ptx::follow_launch_before();
-        if (!redo.takes_any(list ? 0 : sequences.first + static_cast<int>(blockIdx.z), heads,
-                            static_cast<int>(blockIdx.y)))
-            return;
+        if (!redo.takes_any(list ? 0 : sequences.first + static_cast<int>(blockIdx.z), heads, head)) return;
         for (Index block = blockIdx.x; block < row_blocks(list, rows, step); block += gridDim.x) {
             take_block(block);
             __syncthreads();  // its tiles are read
@@ -258,13 +253,10 @@ BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions
 void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const Gradients& grad, float* kept, bool first,
                       bool last, cudaStream_t stream);
 
-// dq, a block for 64 queries of a head; dbias, a block for a tile of it, through all that shares it.
-void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                               const Gradients& grad, cudaStream_t stream);
+// dq, dk and dv: blocks for 64 queries of a head, and for 64 keys of a key head. dbias: a block for a tile of it.
+void launch_gradients(const AttentionCall& call, const AttentionSequences& sequences, int planes, const Gradients& grad,
+                      cudaStream_t stream);
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                           const Gradients& grad, cudaStream_t stream);
-// dk and dv, a block for 64 keys of a key head, through the query heads that share it.
-void launch_gradients_by_key(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                             const Gradients& grad, cudaStream_t stream);
 
 }  // namespace softdelta::cuda

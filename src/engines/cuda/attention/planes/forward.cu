@@ -142,7 +142,9 @@ __global__ void __launch_bounds__(threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
-    for_each_block<few>(out.redo, sequences, sequences.of_queries, call.heads, call.queries, block_queries,
+    if constexpr (few) ptx::follow_launch_before();
+    for_each_block<few>(out.redo, sequences, sequences.of_queries, call.heads, static_cast<int>(blockIdx.y),
+                        call.queries, block_queries,
                         [&](const RowTile& at) { AttentionForward<planes, columns>(call, sequences, out, at).run(); });
 }
 
@@ -153,7 +155,7 @@ void launch_attention_forward(const AttentionCall& call, const AttentionSequence
     const auto with = [&]<int p, int columns>() {
         const TileList& list = sequences.of_queries;
         const Index rows = row_blocks(list, call.queries, block_queries);
-        with_few<p>(out.redo, [&]<bool few>() {
+        with_few(out.redo, [&]<bool few>() {
             const dim3 blocks = row_block_grid<few>(rows, call.heads, list, sequences);
             launch(attention_forward_kernel<p, columns, few>,
                    {blocks, threads, AttentionForward<p, columns>::shared_bytes, few && out.redo.early}, stream,

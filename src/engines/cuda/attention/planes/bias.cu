@@ -1,8 +1,5 @@
-// Gradients whose blocks have queries: dq, and dbias.
-//
-//     dq     a block has 64 queries of a head and walks over keys:        dq += scale·dx k
-//     dbias  a block has tiles of dbias and walks over all that share one, in the order of sequences, heads,
-//            queries and keys: each element is one sum in f64, rounded once.
+// dbias: a block has tiles of dbias and walks over all that share one, in the order of sequences, heads, queries and
+// keys: each element is one sum in f64, rounded once.
 #include <algorithm>
 
 #include "engines/cuda/attention/planes/score_tile.h"
@@ -17,22 +14,13 @@ struct Span {
 };
 
 template <int planes, int columns>
-class ByQuery {
+class BiasGradient {
     using Tiles = GradientTiles<planes, columns>;
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
-    __device__ ByQuery(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad)
+    __device__ BiasGradient(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad)
         : call_(call), sequences_(sequences), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
-
-    __device__ void take_queries(const RowTile& at) {
-        const AttentionSequence s = sequences_[at.i];
-        const int head = static_cast<int>(blockIdx.y);
-        const Index first = at.first;
-        if (first >= s.q_count || !grad_.redo_queries.takes(at, call_.heads, head)) return;
-        walk(s, head, {first, first + 1}, {0, s.k_count}, [this](auto&& add_dq) { add_dq(dq_); });
-        store_dq(s, head, first);
-    }
 
     __device__ void take_bias() {
         if (!takes_any_bias()) return;
@@ -92,14 +80,13 @@ class ByQuery {
             const AttentionSequence s = sequences_[n];
             for (int h = bias_head * heads; h < (bias_head + 1) * heads; ++h)
                 walk(s, h, queries_shared ? Span{0, s.q_count} : Span{first, min(first + 1, s.q_count)},
-                     keys_shared ? Span{0, s.k_count} : Span{at, min(at + N, s.k_count)}, [](auto&&) {});
+                     keys_shared ? Span{0, s.k_count} : Span{at, min(at + N, s.k_count)});
         }
         store_bias(batch, bias_head, first, at, queries_shared, keys_shared);
     }
 
     // Tiles of queries that begin in a span, against the keys of a span.
-    template <class Use>
-    __device__ void walk(const AttentionSequence& s, int head, Span queries, Span keys, const Use& use) {
+    __device__ void walk(const AttentionSequence& s, int head, Span queries, Span keys) {
         const int key_head = head / call_.group;
         const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
@@ -123,32 +110,12 @@ class ByQuery {
                 __syncthreads();
                 Acc<16, N> p, dx, ds;
                 tile.compute(tiles_, first, at, warp, lane, p, dx, ds);
-                use([&](Acc<16, columns>& dq) {
-                    std::uint32_t weights[N / 16][planes][4];
-                    to_planes(weights, dx);
-                    constexpr float one[2] = {1, 1};
-                    add_weighted<planes, N, columns>(dq, one, weights, tiles_.streamed_scores, call_.channels, lane);
-                    add_nonfinite_rows(dq, dx, k, at, tiles_.nonfinite_scores, call_.channels, lane);
+                const double slope = static_cast<double>(bias_slope(call_, head));
+                ds.each([&](float e, int half, int column) {
+                    bias_[column / 8][2 * half + column % 2] += slope * static_cast<double>(e);
                 });
-                if (grad_.dbias) {
-                    const double slope = static_cast<double>(bias_slope(call_, head));
-                    ds.each([&](float e, int half, int column) {
-                        bias_[column / 8][2 * half + column % 2] += slope * static_cast<double>(e);
-                    });
-                }
             }
         }
-    }
-
-    __device__ void store_dq(const AttentionSequence& s, int head, Index first) {
-        const int warp = thread_ / 32, lane = thread_ % 32;
-        const Index* stride = grad_.dq.stride;
-        for_rows([&](int half) {
-            const Index i = first + 16 * warp + lane / 4 + 8 * half;
-            if (i < s.q_count)
-                store_row(grad_.dq, s.batch * stride[0] + (s.q_begin + i) * stride[1] + head * stride[2], dq_, half,
-                          call_.channels, lane, [this](float x) { return call_.scale * x; });
-        });
     }
 
     // The block's sums through shared memory: rows or columns that share an element are added in their order.
@@ -180,26 +147,15 @@ class ByQuery {
     const Gradients& grad_;
     int thread_;
     Tiles tiles_;
-    Acc<16, columns> dq_{};
     double bias_[N / 8][4] = {};
 };
-
-template <int planes, int columns, bool few>
-__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
-    query_gradient_kernel(const __grid_constant__ AttentionCall call,
-                          const __grid_constant__ AttentionSequences sequences,
-                          const __grid_constant__ Gradients grad) {
-    constexpr int step = GradientTiles<planes, columns>::block_rows;
-    for_each_block<few>(grad.redo_queries, sequences, sequences.of_queries, call.heads, call.queries, step,
-                        [&](const RowTile& at) { ByQuery<planes, columns>(call, sequences, grad).take_queries(at); });
-}
 
 template <int planes, int columns>
 __global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
     bias_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
-    ByQuery<planes, columns>(call, sequences, grad).take_bias();
+    BiasGradient<planes, columns>(call, sequences, grad).take_bias();
 }
 
 unsigned tiles(Index size, int step) {
@@ -207,23 +163,6 @@ unsigned tiles(Index size, int step) {
 }
 
 }  // namespace
-
-void launch_gradients_by_query(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                               const Gradients& grad, cudaStream_t stream) {
-    Gradients wanted = grad;
-    wanted.dbias = View();
-    with_kernel(call, planes, [&]<int p, int columns>() {
-        using T = GradientTiles<p, columns>;
-        const TileList& list = sequences.of_queries;
-        const Index blocks = row_blocks(list, call.queries, T::block_rows);
-        with_few<p>(grad.redo_queries, [&]<bool few>() {
-            launch(query_gradient_kernel<p, columns, few>,
-                   {row_block_grid<few>(blocks, call.heads, list, sequences), T::threads, T::shared_bytes,
-                    few && grad.redo_queries.early},
-                   stream, "attention's gradient of q", call, sequences, wanted);
-        });
-    });
-}
 
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                           const Gradients& grad, cudaStream_t stream) {
