@@ -106,14 +106,13 @@ function(softdelta_add_isa_level target level)
     target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_TABLE=${kernels})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
 
-    # The sources of a family are compiled as one: most of the code is what they share.
-    set_target_properties(${kernels} PROPERTIES UNITY_BUILD ${SOFTDELTA_BY_FOLDER} UNITY_BUILD_MODE GROUP
-        UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
-    foreach(source IN LISTS ARGN)
-        if(source MATCHES "kernels/([a-z_]+)/")
-            set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${CMAKE_MATCH_1})
-        endif()
-    endforeach()
+    if(SOFTDELTA_BY_FOLDER) # most of the code of a family is what its sources share
+        foreach(family delta_rule attention layer) # in the order of the list: what takes longest stands first
+            set(sources ${ARGN})
+            list(FILTER sources INCLUDE REGEX "kernels/${family}/")
+            softdelta_compile_as_one(${kernels} kernels_${family} SOURCES ${sources})
+        endforeach()
+    endif()
 
     # Groups of sections are dissolved: the linker would merge them with another level's by name.
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${kernels}.o)

@@ -1,0 +1,25 @@
+# Sources of a family become one file, which reads their headers once, and makes the code that comes from them once.
+# ccache knows a file by its path: builds with one SOFTDELTA_ONE_FILE_FOLDER in the environment share what they compile.
+set(SOFTDELTA_ONE_FILE_FOLDER "$ENV{SOFTDELTA_ONE_FILE_FOLDER}")
+if(NOT SOFTDELTA_ONE_FILE_FOLDER)
+    set(SOFTDELTA_ONE_FILE_FOLDER ${PROJECT_BINARY_DIR}/one_file)
+endif()
+
+# softdelta_compile_as_one(target name BEFORE lines SOURCES files...): BEFORE stands before each source.
+function(softdelta_compile_as_one target name)
+    cmake_parse_arguments(PARSE_ARGV 2 arg "" "BEFORE" "SOURCES")
+    get_target_property(folder ${target} SOURCE_DIR)
+    cmake_path(RELATIVE_PATH folder BASE_DIRECTORY ${PROJECT_SOURCE_DIR}/src OUTPUT_VARIABLE within)
+    set(text "")
+    foreach(source IN LISTS arg_SOURCES)
+        cmake_path(APPEND within ${source} OUTPUT_VARIABLE path)
+        cmake_path(NORMAL_PATH path)
+        string(APPEND text "${arg_BEFORE}// NOLINTNEXTLINE(bugprone-suspicious-include)\n#include \"${path}\"\n")
+        set_source_files_properties(${folder}/${source} TARGET_DIRECTORY ${target} PROPERTIES HEADER_FILE_ONLY ON)
+    endforeach()
+    string(SHA1 hash "${text}")
+    string(SUBSTRING ${hash} 0 8 hash)
+    set(file ${SOFTDELTA_ONE_FILE_FOLDER}/${name}_${hash}.cpp)
+    file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)
+    target_sources(${target} PRIVATE ${file})
+endfunction()
