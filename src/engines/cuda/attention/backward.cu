@@ -338,9 +338,11 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                      has_units(saved.d_o, call.value_channels, of_do);
     const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
         sums.redo = redo;
+        // Far rows where nothing is added to scores are seldom: kernels of planes take them without another launch.
+        const bool left = sums.far_lse && !call.mask && !call.bias && !call.alibi_slopes;
         for_each([&](const AttentionSequences& s) {
-            if (on_warpgroups && split) launch_split_forward(call, s, memory.split, sums, stream);
-            if (on_warpgroups && !split) launch_warpgroup_forward(call, s, sums, stream);
+            if (on_warpgroups && split && !left) launch_split_forward(call, s, memory.split, sums, stream);
+            if (on_warpgroups && !split && !left) launch_warpgroup_forward(call, s, sums, stream);
             launch_attention_forward(call, s, planes, sums, stream);
         });
     };
