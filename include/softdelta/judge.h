@@ -11,13 +11,14 @@ extern "C" {
 
 /* execution.rounding: where an engine for tests rounds. */
 typedef struct softdelta_rounding {
-    size_t size;   /* of this structure */
-    uint64_t seed; /* stages_f32: if not 0, operands of products and stored tensors are rounded stochastically to
-                      the storage type. This is the low-precision baseline: it errs as much as an ordinary
-                      right kernel */
-    int32_t float_gate_sums; /* stages_f32: 1 sums gates in f32, as many kernels do; 0 sums them in f64 */
-    int32_t float_scores;    /* reference: 1 rounds the scores of attention to f32 before the softmax. This shows what
-                                f32 keeps of them beside a huge bias */
+    size_t size;          /* of this structure */
+    uint64_t seed;        /* stages_f32: if not 0, operands of products and stored tensors are rounded stochastically to
+                             the storage type. This is the low-precision baseline: it errs as much as an ordinary
+                             right kernel */
+    int32_t shortcuts;    /* stages_f32: 1 errs as right kernels do that save more work: gates are summed in f32, not in
+                             f64, and pairs of near rows with a gate per channel are products of the storage type */
+    int32_t float_scores; /* reference: 1 rounds the scores of attention to f32 before the softmax. This shows what
+                             f32 keeps of them beside a huge bias */
 } softdelta_rounding;
 
 /* With defaults: nothing is rounded. */

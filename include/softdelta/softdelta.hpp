@@ -155,7 +155,7 @@ struct Stages {
 // For tests of kernels: where engines round (softdelta_rounding).
 struct Rounding {
     std::uint64_t seed = 0;
-    bool float_gate_sums = false;
+    bool shortcuts = false;
     bool float_scores = false;
 };
 
@@ -575,7 +575,7 @@ class ExecutionView {
             wanted_[i] = {sizeof(softdelta_stage), e.stages.wanted[i].name.c_str(), &tensors_[i]};
         }
         stages_ = {sizeof stages_, e.stages.chunk_size, wanted_.data(), wanted_.size()};
-        rounding_ = {sizeof rounding_, e.rounding.seed, e.rounding.float_gate_sums, e.rounding.float_scores};
+        rounding_ = {sizeof rounding_, e.rounding.seed, e.rounding.shortcuts, e.rounding.float_scores};
         gpu_ = {sizeof gpu_, e.gpu.state_ready, e.gpu.state_done, e.gpu.kept.data(), e.gpu.kept.size()};
         c_.engine = e.engine.empty() ? nullptr : e.engine.c_str();
         c_.threads = e.threads;

@@ -444,9 +444,8 @@ void check_rounding(core::Execution& e, const softdelta_rounding* rounding, cons
     e.rounding_seed = given.seed;
     if (given.seed != 0 && !rounds)
         refuse("execution.rounding.seed", std::to_string(given.seed), "0: only stages_f32 rounds");
-    e.float_gate_sums = expect_flag("execution.rounding.float_gate_sums", given.float_gate_sums);
-    if (e.float_gate_sums && !rounds)
-        refuse("execution.rounding.float_gate_sums", "1", "0: only stages_f32 sums gates in f32");
+    e.shortcuts = expect_flag("execution.rounding.shortcuts", given.shortcuts);
+    if (e.shortcuts && !rounds) refuse("execution.rounding.shortcuts", "1", "0: only stages_f32 takes shortcuts");
     e.float_scores = expect_flag("execution.rounding.float_scores", given.float_scores);
     if (e.float_scores && (engine == nullptr || !engine->rounds_scores))
         refuse("execution.rounding.float_scores", "1", "0: only the reference rounds scores");

@@ -34,7 +34,7 @@ struct Execution {
     std::size_t workspace_size = 0;                        // bytes
     Index chunk_size = 64;                                 // stages: rows of a chunk or tile, 16, 32 or 64
     std::uint64_t rounding_seed = 0;  // stages_f32: not 0 rounds operands and stored tensors stochastically
-    bool float_gate_sums = false;     // stages_f32: gates are summed in f32
+    bool shortcuts = false;           // stages_f32: gates are summed in f32, near rows multiplied in the storage type
     bool float_scores = false;        // reference: attention's scores are rounded to f32
     std::vector<Stage> stages;        // stages: what to write besides the results
     void* stream = nullptr;           // cuda: the stream that the call works on

@@ -82,7 +82,7 @@ struct Engine {
     Choice choice;
     bool (*available)() = nullptr;         // whether this build and machine have it; null: always
     const DeviceMemory* memory = nullptr;  // of another device than the CPU
-    bool rounds = false;                   // knows execution.rounding: a seed and float_gate_sums
+    bool rounds = false;                   // knows execution.rounding: a seed and shortcuts
     bool rounds_scores = false;            // … and float_scores
     // Refuse intermediates (execution.stages) that do not exist or have a wrong shape; null: it has none.
     void (*check_attention_stages)(const core::AttentionInputs& in, const core::Execution& execution) = nullptr;

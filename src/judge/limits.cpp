@@ -34,11 +34,11 @@ double BaselineError::independent(double n) const {
     return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
-void add_run(Case& c, int threads, bool float_sums) {
+void add_run(Case& c, int threads, bool shortcuts) {
     const auto add = [&](Yardstick& by) {
         const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
-        if (float_sums && !by.float_sums) by.float_sums.emplace();
-        BaselineErrors& sums = float_sums ? *by.float_sums : by.errors;
+        if (shortcuts && !by.shortcuts) by.shortcuts.emplace();
+        BaselineErrors& sums = shortcuts ? *by.shortcuts : by.errors;
         sums.blocks.resize(errors.squared_error.size());
         sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
         for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
@@ -71,12 +71,12 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             execution.engine = "stages_f32";
             execution.threads = how.threads;
             execution.rounding.seed = static_cast<std::uint64_t>(run);
-            execution.rounding.float_gate_sums = how.float_gate_sums;
+            execution.rounding.shortcuts = how.shortcuts;
             if (run == 1 && !forward)
                 for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }
-        for (Case& c : cases) add_run(c, how.threads, how.float_gate_sums);
+        for (Case& c : cases) add_run(c, how.threads, how.shortcuts);
     }
 }
 

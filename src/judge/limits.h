@@ -47,7 +47,7 @@ struct Yardstick {
     io::OwnedTensor truth;  // f64
     RowChoice rows;
     BaselineErrors errors;
-    std::optional<BaselineErrors> float_sums;  // of a baseline that sums gates in f32
+    std::optional<BaselineErrors> shortcuts;  // of a baseline that takes them
 };
 
 // One result on its way to a verdict.
@@ -67,7 +67,7 @@ Case make_case(const std::string& name, const Tensor& result, const std::vector<
 
 // Runs the baseline. Its first run also tells the terms that dg cancels from.
 struct BaselineRun {
-    bool float_gate_sums = false;
+    bool shortcuts = false;
     int threads = 0;
     std::function<void(const char* step)> progress;
     int first = 1, last = baseline_runs;  // seeds
@@ -76,7 +76,7 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
                       std::vector<Case>& cases);
 
 // Adds the errors of c.baseline, by each yardstick, to those of earlier runs.
-void add_run(Case& c, int threads, bool float_sums);
+void add_run(Case& c, int threads, bool shortcuts);
 
 // RMSE that a right result may have in a block, or as a whole.
 std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual);

@@ -36,9 +36,9 @@ double sum(const std::vector<double>& x) {
 
 // A result by one yardstick: RMS numbers of each block, and of the whole.
 struct Measured {
-    double error = 0, truth = 0, limit = 0, float_limit = 0;  // of the whole
+    double error = 0, truth = 0, limit = 0, shortcut_limit = 0;  // of the whole
     std::vector<double> elements, errors, truths, limits;
-    std::vector<double> float_limits;  // with gates summed in f32
+    std::vector<double> shortcut_limits;  // with shortcuts
     Extremes extremes;
 
     // Of nothing nothing can be wrong, and infinities are right or not whatever stands beside them.
@@ -52,32 +52,32 @@ Measured measure(const Case& c, const Yardstick& by, int threads) {
     const BlockErrors actual = measure_errors(c.blocks, by.rows, c.result, by.truth.view(), threads, &m.extremes);
     const double n = sum(actual.elements);
     m.error = root_mean(sum(actual.squared_error), n), m.truth = root_mean(sum(actual.squared_truth), n);
-    m.limit = m.float_limit = whole_limit(c, by.errors, actual);
-    m.limits = m.float_limits = block_limits(c, by.errors, actual);
+    m.limit = m.shortcut_limit = whole_limit(c, by.errors, actual);
+    m.limits = m.shortcut_limits = block_limits(c, by.errors, actual);
     m.elements = actual.elements;
     for (std::size_t i = 0; i < m.elements.size(); ++i) {
         m.errors.push_back(root_mean(actual.squared_error[i], m.elements[i]));
         m.truths.push_back(root_mean(actual.squared_truth[i], m.elements[i]));
     }
-    if (!by.float_sums) return m;
-    m.float_limit = std::max(m.limit, whole_limit(c, *by.float_sums, actual));
-    const std::vector<double> limits = block_limits(c, *by.float_sums, actual);
-    for (std::size_t i = 0; i < limits.size(); ++i) m.float_limits[i] = std::max(m.limits[i], limits[i]);
+    if (!by.shortcuts) return m;
+    m.shortcut_limit = std::max(m.limit, whole_limit(c, *by.shortcuts, actual));
+    const std::vector<double> limits = block_limits(c, *by.shortcuts, actual);
+    for (std::size_t i = 0; i < limits.size(); ++i) m.shortcut_limits[i] = std::max(m.limits[i], limits[i]);
     return m;
 }
 
-enum class Outcome { right, float_sums, cancelled, unjudged, wrong };
+enum class Outcome { right, shortcuts, cancelled, unjudged, wrong };
 
 // One block or the whole: its error, its limits, and how far f32 may lose digits.
 struct Standing {
-    double error, limit, float_limit, floor;
-    bool judged, float_judged;  // whether the limits judge anything
+    double error, limit, shortcut_limit, floor;
+    bool judged, shortcut_judged;  // whether the limits judge anything
 };
 
 Outcome judge_by(const Standing& s) {
     if (s.error <= s.limit) return s.judged ? Outcome::right : Outcome::unjudged;
     if (s.error <= s.floor) return Outcome::cancelled;
-    if (s.error <= s.float_limit) return s.float_judged ? Outcome::float_sums : Outcome::unjudged;
+    if (s.error <= s.shortcut_limit) return s.shortcut_judged ? Outcome::shortcuts : Outcome::unjudged;
     return Outcome::wrong;
 }
 
@@ -89,15 +89,15 @@ Outcome judge_by_kept(Outcome by_exact, double exact_error, const Standing& kept
 }
 
 struct Tally {
-    std::int64_t right = 0, float_sums = 0, cancelled = 0, unjudged = 0, wrong = 0, worst = -1;
+    std::int64_t right = 0, shortcuts = 0, cancelled = 0, unjudged = 0, wrong = 0, worst = -1;
     double worst_excess = 0;
 
     void add(Outcome outcome, std::int64_t block, double excess) {
-        ++(outcome == Outcome::right        ? right
-           : outcome == Outcome::float_sums ? float_sums
-           : outcome == Outcome::cancelled  ? cancelled
-           : outcome == Outcome::unjudged   ? unjudged
-                                            : wrong);
+        ++(outcome == Outcome::right       ? right
+           : outcome == Outcome::shortcuts ? shortcuts
+           : outcome == Outcome::cancelled ? cancelled
+           : outcome == Outcome::unjudged  ? unjudged
+                                           : wrong);
         if (outcome != Outcome::wrong || excess <= worst_excess) return;
         worst = block, worst_excess = excess;
     }
@@ -110,7 +110,7 @@ class Judgement {
         if (c.kept) kept_ = measure(c, *c.kept, known.options.threads);
         const auto given = known.options.limits.find(c.name);
         is_given_ = given != known.options.limits.end();
-        if (is_given_) exact_.limit = exact_.float_limit = given->second * exact_.truth;
+        if (is_given_) exact_.limit = exact_.shortcut_limit = given->second * exact_.truth;
         describe();
         judge_finite();
         judge_blocks();
@@ -125,7 +125,7 @@ class Judgement {
     double excess() const {
         if (finding.verdict != Verdict::wrong) return 0;
         if (is_given_ || exact_.extremes.mismatches > 0) return HUGE_VAL;
-        double most = exact_.error / std::max(exact_.float_limit, floor_ ? floor_->whole : 0);
+        double most = exact_.error / std::max(exact_.shortcut_limit, floor_ ? floor_->whole : 0);
         const std::vector<double> limits = allowed();
         for (std::size_t i = 0; i < limits.size(); ++i)
             if (limits[i] > 0) most = std::max(most, exact_.errors[i] / limits[i]);
@@ -134,7 +134,7 @@ class Judgement {
 
     // RMSE that a right kernel may have in each block. Of blocks with lost rows nothing can be said.
     std::vector<double> allowed() const {
-        std::vector<double> allowed = exact_.float_limits;
+        std::vector<double> allowed = exact_.shortcut_limits;
         for (std::size_t i = 0; i < allowed.size(); ++i) {
             if (floor_) allowed[i] = std::max(allowed[i], floor_->blocks[i]);
             if (kept_ && (c_.lost.empty() ? !exact_.judges_block(i, exact_.limits[i]) : kept_->elements[i] > 0))
@@ -178,10 +178,10 @@ class Judgement {
     Outcome judge_block(std::size_t i) const {
         const Standing s{exact_.errors[i],
                          exact_.limits[i],
-                         exact_.float_limits[i],
+                         exact_.shortcut_limits[i],
                          floor_ ? floor_->blocks[i] : 0,
                          !known_.lost.any() || exact_.judges_block(i, exact_.limits[i]),
-                         exact_.judges_block(i, exact_.float_limits[i])};
+                         exact_.judges_block(i, exact_.shortcut_limits[i])};
         const Outcome outcome = judge_by(s);
         if (!kept_ || !c_.lost.empty()) return outcome;
         return judge_by_kept(outcome, s.error, standing_of_kept(i));
@@ -200,13 +200,13 @@ class Judgement {
         fail(std::to_string(blocks_.wrong) + " of " + std::to_string(c_.blocks.count()) + " blocks; worst " +
              c_.blocks.name(blocks_.worst) +
              print(": ratio %.2g, limit %.2g", ratio(exact_.errors[w], exact_.truths[w]),
-                   ratio(exact_.float_limits[w], exact_.truths[w])));
+                   ratio(exact_.shortcut_limits[w], exact_.truths[w])));
     }
 
     void judge_whole() {
         const bool floored = floor_ && !is_given_;
-        whole_ = judge_by({exact_.error, exact_.limit, exact_.float_limit, floored ? floor_->whole : 0,
-                           exact_.judges_whole(exact_.limit), exact_.judges_whole(exact_.float_limit)});
+        whole_ = judge_by({exact_.error, exact_.limit, exact_.shortcut_limit, floored ? floor_->whole : 0,
+                           exact_.judges_whole(exact_.limit), exact_.judges_whole(exact_.shortcut_limit)});
         if (kept_ && c_.lost.empty() && !is_given_)
             whole_ = judge_by_kept(whole_, exact_.error,
                                    {kept_->error, kept_->limit, 0, 0, kept_->judges_whole(kept_->limit), false});
@@ -260,13 +260,13 @@ class Judgement {
         if (whole_ == Outcome::unjudged || blocks_.unjudged > 0) {
             finding.verdict = Verdict::cannot_be_judged;
             explain_unjudged();
-        } else if (whole_ == Outcome::float_sums || blocks_.float_sums > 0) {
+        } else if (whole_ == Outcome::shortcuts || blocks_.shortcuts > 0) {
             finding.verdict = Verdict::digits_lost;
-            note("gates summed in f32: " +
-                 (blocks_.float_sums > 0
-                      ? std::to_string(blocks_.float_sums) + " of " + std::to_string(c_.blocks.count()) + " blocks are"
+            note("gates summed in f32, or near rows multiplied in the storage type: " +
+                 (blocks_.shortcuts > 0
+                      ? std::to_string(blocks_.shortcuts) + " of " + std::to_string(c_.blocks.count()) + " blocks are"
                       : std::string("the whole is")) +
-                 " beyond the limit of sums in f64, and within that of sums in f32");
+                 " beyond the limit without these shortcuts, and within that of kernels that take them");
         } else if (whole_ == Outcome::cancelled || blocks_.cancelled > 0) {
             finding.verdict = Verdict::digits_lost;
             note(
@@ -316,7 +316,7 @@ class Judgement {
 Evidence evidence_of(const Case& c, const std::optional<Floor>& floor, const Circumstances& known) {
     const Judgement judgement(c, floor, known);
     Evidence evidence{judgement.finding, c.blocks, c.exact.truth, judgement.allowed(), judgement.excess(), {}};
-    const BaselineErrors& baseline = c.exact.float_sums ? *c.exact.float_sums : c.exact.errors;
+    const BaselineErrors& baseline = c.exact.shortcuts ? *c.exact.shortcuts : c.exact.errors;
     for (std::int64_t b = 0; b < c.blocks.count(); ++b)
         evidence.independent.push_back(
             baseline.blocks[static_cast<std::size_t>(b)].independent(static_cast<double>(c.blocks.elements(b))));

@@ -107,7 +107,7 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
     std::vector<Evidence> evidence = judge_all();
     if (!any_wrong(evidence)) return evidence;
     if (has_gates(call)) {
-        run.float_gate_sums = true;  // as many right kernels do
+        run.shortcuts = true;  // as many right kernels do
         measure_baseline(call, run, terms, cases);
         evidence = judge_all();
     }

@@ -376,8 +376,8 @@ TEST(Tensors, OfConstMemoryAreRead) {
 
 TEST(Structures, RefuseWhatNoEngineKnows) {
     DeltaCall call;
-    call.execution.rounding.float_gate_sums = true;
-    EXPECT_EQ(call.error(), "execution.rounding.float_gate_sums is 1, expected 0: only stages_f32 sums gates in f32");
+    call.execution.rounding.shortcuts = true;
+    EXPECT_EQ(call.error(), "execution.rounding.shortcuts is 1, expected 0: only stages_f32 takes shortcuts");
     call.execution.rounding = {.float_scores = true};
     EXPECT_EQ(call.error(), "execution.rounding.float_scores is 1, expected 0: only the reference rounds scores");
     call.execution.rounding = {.seed = 3};

@@ -406,7 +406,7 @@ class HostileCall {
         if (draw_.once_in(64)) stages_.size = rounding_.size = gpu_.size = draw_.once_in(2) ? 8 : std::size_t{1} << 40;
         if (draw_.once_in(8)) stages_.chunk_size = draw_length(draw_);
         if (draw_.once_in(8)) rounding_.seed = static_cast<std::uint64_t>(draw_length(draw_));
-        if (draw_.once_in(8)) rounding_.float_gate_sums = draw_small(draw_);
+        if (draw_.once_in(8)) rounding_.shortcuts = draw_small(draw_);
         if (draw_.once_in(32)) gpu_.kept = workspace_.data();
         if (draw_.once_in(32)) gpu_.kept_size = static_cast<std::size_t>(draw_length(draw_));
         if (draw_.once_in(32)) gpu_.state_ready = workspace_.data();

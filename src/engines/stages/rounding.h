@@ -18,6 +18,8 @@ class Rounding {
         : state_(mix(seed ^ mix(unit + 1))), storage_(storage), active_(seed != 0 && storage != core::DType::f64) {}
 
     bool active() const { return active_; }
+    // Whether operands may be as small and as large as f32 has them.
+    bool has_exponents_of_f32() const { return storage_ != core::DType::f16; }
 
     // In place: n numbers that a kernel would hold in the storage type.
     template <class T>

@@ -71,20 +71,48 @@ void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block
     multiply_into(f.erase_score.block(b.begin, 0, b.count, b.begin), T(1), s.left, s.right);
 }
 
+// Rows of the block as a product of it would have them: x e^(±(X − G_r)) rounded, without that factor.
+template <class T, class X>
+void round_near(const X& x, const Rows<double>& G, const Block& b, double sign, Rounding& rounding, Tile<T>& near) {
+    const auto sums = G.middleRows(b.begin, b.count).rowwise() - G.row(b.begin + b.count / 2);
+    const Tile<T> decay = (sign * sums).array().exp().matrix().template cast<T>();
+    near = x.middleRows(b.begin, b.count).cwiseProduct(decay);
+    rounding.operand(near.data(), near.size());
+    near = near.cwiseQuotient(decay);
+}
+
+// q, k and p of pairs within the block. A kernel may have them as they are, or as operands of products.
+template <class T, class P>
+void load_near(const FoldRule<T>& rule, const Chunk<T>& c, const P& p, const Block& b, Rounding& rounding,
+               FoldScratch<T>& s) {
+    constexpr double mild = 60;
+    const Index last = b.begin + b.count - 1;
+    const double fall = (c.E.row(b.begin).cwiseMax(c.G.row(b.begin)) - c.G.row(last)).maxCoeff();
+    s.near_q = c.q.middleRows(b.begin, b.count);
+    s.near_k = c.k.middleRows(b.begin, b.count);
+    s.near_p = p.middleRows(b.begin, b.count);
+    if (!rule.shortcuts || !rounding.active() || !rounding.has_exponents_of_f32() || !(fall < mild)) return;
+    round_near(c.q, c.G, b, 1, rounding, s.near_q);
+    round_near(c.k, c.G, b, -1, rounding, s.near_k);
+    if (rule.erases) round_near(p, c.E, b, 1, rounding, s.near_p);
+}
+
 template <class T>
-void fold_own_block(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, FoldScratch<T>& s, Folded<T>& f) {
-    for (Index i = b.begin; i < b.begin + b.count; ++i) {
-        const Index n = i - b.begin;
+void fold_own_block(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, Rounding& rounding, FoldScratch<T>& s,
+                    Folded<T>& f) {
+    load_near(rule, c, c.p, b, rounding, s);
+    for (Index n = 0; n < b.count; ++n) {
+        const Index i = b.begin + n;
         decay_pairs(c.G, c.G, i, b.begin, s.decay);
-        s.decay.array() *= c.k.middleRows(b.begin, n).array();
-        multiply_into(f.score.row(i).segment(b.begin, n), rule.scale, c.q.row(i), s.decay);
-        f.score(i, i) = rule.scale * c.q.row(i).dot(c.k.row(i));
+        s.decay.array() *= s.near_k.topRows(n).array();
+        multiply_into(f.score.row(i).segment(b.begin, n), rule.scale, s.near_q.row(n), s.decay);
+        f.score(i, i) = rule.scale * s.near_q.row(n).dot(s.near_k.row(n));
         if (!rule.erases) continue;
         if (!c.erases_like_reading()) {
             decay_pairs(c.E, c.G, i, b.begin, s.decay);
-            s.decay.array() *= c.k.middleRows(b.begin, n).array();
+            s.decay.array() *= s.near_k.topRows(n).array();
         }
-        multiply_into(f.erase_score.row(i).segment(b.begin, n), T(1), c.p.row(i), s.decay);
+        multiply_into(f.erase_score.row(i).segment(b.begin, n), T(1), s.near_p.row(n), s.decay);
     }
 }
 
@@ -134,24 +162,25 @@ void unfold_own_row(const FoldRule<T>& rule, const Chunk<T>& c, const FoldedGrad
     const Tile<T>& erase_decay = c.erases_like_reading() ? s.decay : s.erase_decay;
     s.sum.setZero(c.k.cols());
     s.erase_sum.setZero(c.k.cols());
+    const Index n = i - begin;
     for (Index j = begin; j < i; ++j) {
         const T dscore = rule.scale * d.score(i, j);
         s.pair = s.decay.row(j - begin) * dscore;
-        u.dq_intra.row(i) += s.pair.cwiseProduct(c.k.row(j));
-        s.pair.array() *= c.q.row(i).array();
+        u.dq_intra.row(i) += s.pair.cwiseProduct(s.near_k.row(j - begin));
+        s.pair.array() *= s.near_q.row(n).array();
         u.dk_intra.row(j) += s.pair;
         s.sum += s.pair.cwiseProduct(c.k.row(j));
         u.dg.row(j + 1) += s.sum;
         if (!rule.erases) continue;
         s.pair = erase_decay.row(j - begin) * d.erase_score(i, j);
-        u.e_intra.row(i) += s.pair.cwiseProduct(c.k.row(j));
-        s.pair.array() *= s.beta_p.row(i).array();
+        u.e_intra.row(i) += s.pair.cwiseProduct(s.near_k.row(j - begin));
+        s.pair.array() *= s.near_p.row(n).array();
         u.dk_intra.row(j) += s.pair;
         s.erase_sum += s.pair.cwiseProduct(c.k.row(j));
         if (!rule.before_decay || j + 1 < i) u.dg.row(j + 1) += s.erase_sum;
     }
-    u.dq_intra.row(i) += rule.scale * d.score(i, i) * c.k.row(i);
-    u.dk_intra.row(i) += rule.scale * d.score(i, i) * c.q.row(i);
+    u.dq_intra.row(i) += rule.scale * d.score(i, i) * s.near_k.row(n);
+    u.dk_intra.row(i) += rule.scale * d.score(i, i) * s.near_q.row(n);
 }
 
 }  // namespace
@@ -163,7 +192,7 @@ void fold_channel_pairs(const FoldRule<T>& rule, const Chunk<T>& c, Rounding& ro
     if (rule.erases) f.erase_score.setZero(c.rows(), c.rows());
     for_each_block(c.rows(), [&](const Block& b) {
         if (b.begin > 0) fold_earlier_blocks(rule, c, b, rounding, scratch, f);
-        fold_own_block(rule, c, b, scratch, f);
+        fold_own_block(rule, c, b, rounding, scratch, f);
     });
     if (rule.erases) f.erase_score.array().colwise() *= c.beta.array();
 }
@@ -180,6 +209,10 @@ void unfold_channel_pairs(const FoldRule<T>& rule, const Chunk<T>& c, FoldedGrad
     }
     for_each_block(c.rows(), [&](const Block& b) {
         if (b.begin > 0) unfold_earlier_blocks(rule, c, d, b, rounding, scratch, u);
+        if (rule.erases)
+            load_near(rule, c, scratch.beta_p, b, rounding, scratch);
+        else
+            load_near(rule, c, c.p, b, rounding, scratch);
         for (Index i = b.begin; i < b.begin + b.count; ++i) unfold_own_row(rule, c, d, b.begin, i, scratch, u);
     });
 }

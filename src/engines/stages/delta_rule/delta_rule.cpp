@@ -30,7 +30,7 @@ struct Call {
           execution(how),
           intermediates(inputs, chosen, how),
           rule{static_cast<T>(chosen.scale), chosen.rule.erases(),
-               chosen.rule.erase == core::Erase::from_previous_state},
+               chosen.rule.erase == core::Erase::from_previous_state, how.shortcuts},
           sequences(core::sequence_count(inputs)),
           heads(inputs.q.shape[2]),
           value_heads(inputs.v.shape[2]) {}

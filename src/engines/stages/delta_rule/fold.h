@@ -12,6 +12,7 @@ struct FoldRule {
     T scale;
     bool erases;
     bool before_decay;  // erases from the state before its decay: E is the exclusive sum of the gates
+    bool shortcuts;     // near rows of a channel gate are products of the storage type, where their gates allow it
 };
 
 // n consecutive tokens of a head.
@@ -61,6 +62,7 @@ struct Unfolded {
 template <class T>
 struct FoldScratch {
     Tile<T> decay, erase_decay, left, erase_left, right, pair, erase_pair, product, terms, beta_p;
+    Tile<T> near_q, near_k, near_p;
     Line<T> sum, erase_sum;
 };
 

@@ -101,12 +101,12 @@ void ValueHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& o
     for (Index i = 0; i < s.count; ++i)
         for (Index m = 0; m < G.cols(); ++m) G(i, m) = std::max(gate.make(s, i, m), lowest_gate);
     pieces = cut_pieces(G, execution.chunk_size);
-    if (execution.float_gate_sums)
+    if (execution.shortcuts)
         for (Index i = 0; i < G.size(); ++i) G.data()[i] = rounding.in_float(G.data()[i]);
     const bool before_decay = options.rule.erase == core::Erase::from_previous_state;
     for (const Piece& piece : pieces) {
         auto sums = G.middleRows(piece.begin, piece.count);
-        if (execution.float_gate_sums)
+        if (execution.shortcuts)
             sum_in_float(rounding, sums);
         else
             for (Index i = 1; i < piece.count; ++i) sums.row(i) += sums.row(i - 1);

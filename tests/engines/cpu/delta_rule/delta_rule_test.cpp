@@ -36,14 +36,20 @@ TEST(DeltaFast, ForwardIsRight) {
         call_count(200), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_forward);
 }
 
-// Not yet explained: seed 100, five tokens of two steps in bf16, is a fifth beyond its limit wherever products are
-// bf16, by tiles or not. Seeds end before it.
+std::string check_bf16_products(const FastDelta& call, std::uint64_t seed) {
+    Execution execution = fast(seed);
+    execution.bf16_products = Bf16Products::bf16;
+    return judge_results(call, call.forward(call.forward_names(), execution));
+}
+
 TEST(DeltaFast, KeysOfTheirOwnByTiles) {
-    check_calls(call_count(18), draw_own_keys_by_tiles, [](const FastDelta& call, std::uint64_t seed) {
-        Execution execution = fast(seed);
-        execution.bf16_products = Bf16Products::bf16;
-        return judge_results(call, call.forward(call.forward_names(), execution));
-    });
+    check_calls(call_count(18), draw_own_keys_by_tiles, check_bf16_products);
+}
+
+// A head of this call writes one row, and all that it reads is one product of rows, whose terms cancel.
+TEST(DeltaFast, BlockOfOneProductOfNearRows) {
+    check_calls(
+        1, [](std::uint64_t) { return draw_own_keys_by_tiles(100); }, check_bf16_products);
 }
 
 // The CPU's conversion to bf16 makes a number below 2^-126 zero; nothing that is computed from it in f32 shows.
@@ -63,6 +69,24 @@ double error_ratio(const Tensor& actual, const Array& expected) {
     return error == 0 ? 0 : std::sqrt(error / size);
 }
 
+// What the low-precision baseline errs in states, which may be what erasing leaves of far larger ones (docs/math.md,
+// "Limits of error").
+double baseline_of_states(const FastDelta& call, const DeltaOptions& options, const Array& states) {
+    constexpr int runs = 8;
+    const Array low(DType::f32, call.drawn().states_shape(options.state_interval));
+    double squares = 0;
+    Execution baseline;
+    baseline.engine = "stages_f32";
+    baseline.threads = 1;
+    for (int run = 1; run <= runs; ++run) {
+        baseline.rounding.seed = static_cast<std::uint64_t>(run);
+        delta_forward(call.drawn().inputs(), {.states = low.view()}, options, baseline);
+        const double ratio = error_ratio(low.view(), states);
+        squares += ratio * ratio / runs;
+    }
+    return std::sqrt(squares);
+}
+
 // What the backward pass need not compute again: u and the states, against the f64 recurrence.
 std::string check_kept(const FastDelta& call, std::uint64_t seed) {
     for (const char* grows : {"positive gate", "surging gate", "comba", "large initial_state", "extreme raw gate"})
@@ -80,13 +104,22 @@ std::string check_kept(const FastDelta& call, std::uint64_t seed) {
     std::string wrong;
     if (!(error_ratio(kept.u.view(), u) <= limit))
         wrong += call.describe() + ": u " + std::to_string(error_ratio(kept.u.view(), u)) + "\n";
-    if (!(error_ratio(kept.states.view(), states) <= limit)) wrong += call.describe() + ": states\n";
+    const double error = error_ratio(kept.states.view(), states);
+    if (!(error <= limit) && !(error <= 2 * baseline_of_states(call, options, states)))
+        wrong += call.describe() + ": states " + std::to_string(error) + "\n";
     return wrong;
 }
 
 TEST(DeltaFast, KeepsStatesAndWhatTokensWrite) {
     check_calls(
         call_count(100), [](std::uint64_t seed) { return draw_fast_delta(seed); }, check_kept);
+}
+
+// Rows of this call write up to 150 times what the states between its chunks hold.
+TEST(DeltaFast, KeepsStatesThatErasingLeaves) {
+    check_calls(
+        1, [](std::uint64_t) { return draw_fast_delta(126); },
+        [](const FastDelta& call, std::uint64_t) { return check_kept(call, 126); });
 }
 
 // l2norm does not know how large rows are, and a gradient is as much smaller: Σx² is beyond f32 here.
