@@ -476,6 +476,25 @@ typedef enum softdelta_rule {
     SOFTDELTA_DPLR = 8                 /* a gate per key channel; erases along p, from the state before its decay */
 } softdelta_rule;
 
+/* Facts of a rule. */
+typedef enum softdelta_rule_gate {
+    SOFTDELTA_GATE_NONE = 0,
+    SOFTDELTA_GATE_HEAD = 1,   /* a number for each value head */
+    SOFTDELTA_GATE_CHANNEL = 2 /* one for each of its key channels, too */
+} softdelta_rule_gate;
+typedef enum softdelta_rule_erases {
+    SOFTDELTA_ERASES_FROM_DECAYED_STATE = 0,  /* S ← decayed S, then S ← S + k (β (v − Sᵀp))ᵀ */
+    SOFTDELTA_ERASES_FROM_PREVIOUS_STATE = 1, /* d = β (v − Sᵀp), then S ← decayed S + k dᵀ */
+    SOFTDELTA_ERASES_NOTHING = 2              /* S ← decayed S + k vᵀ */
+} softdelta_rule_erases;
+
+/* A rule by its facts, for options.rule: what the table has, and every other combination. own_p: 1 erases along p, 0
+ * along k (p is k). Where facts are those of a rule of the table, so are the results. Without a gate there is no g; one
+ * is required where there is, but where nothing is erased a gate per head may also be g_gamma or missing. */
+static inline int32_t softdelta_rule_of_facts(softdelta_rule_gate gate, softdelta_rule_erases erases, int own_p) {
+    return 256 + (int32_t)gate + 4 * (int32_t)erases + 16 * (own_p != 0);
+}
+
 /* Which of H key heads value head h reads. */
 typedef enum softdelta_head_order {
     SOFTDELTA_HEAD_ORDER_GROUPED = 0, /* h / (HV/H): value heads of a key head are neighbours */
@@ -483,7 +502,8 @@ typedef enum softdelta_head_order {
 } softdelta_head_order;
 
 /* The tensors that a delta rule reads. q, k and v are required; g where a rule has a gate, which is
- * optional for simple_gla and gated_delta_product; p for comba, gdn2 and dplr. "Channel gate": kda, gla, gdn2, dplr. */
+ * optional for simple_gla and gated_delta_product; p for comba, gdn2 and dplr, whose p is not k. "Channel gate": kda,
+ * gla, gdn2, dplr. Rules by their facts take the same. */
 typedef struct softdelta_delta_inputs {
     size_t size;                   /* of this structure */
     const DLTensor* q;             /* [B, T, H, K] */
@@ -532,7 +552,7 @@ static inline softdelta_delta_inputs softdelta_delta_inputs_default(void) {
 /* Options of a delta rule. */
 typedef struct softdelta_delta_options {
     size_t size;                     /* of this structure */
-    int32_t rule;                    /* a softdelta_rule */
+    int32_t rule;                    /* a softdelta_rule, or softdelta_rule_of_facts(…) */
     double scale;                    /* NaN (default): K^-1/2; f32 can hold it */
     int32_t use_qk_l2norm_in_kernel; /* 1: q, k, p ← x / √(Σx² + 1e-6) */
     int32_t use_gate_in_kernel; /* 1: g is raw; the gate is −e^A_log · softplus(g + dt_bias), or see lower_bound */

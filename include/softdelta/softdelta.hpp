@@ -235,6 +235,19 @@ struct CacheAppendOutputs {
 // The delta rules (softdelta_rule).
 enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla, gla, gdn2, gated_delta_product, dplr };
 
+// Facts of a rule (softdelta_rule_of_facts): options.rule = softdelta::rule_of({.gate = softdelta::RuleGate::channel}).
+enum class RuleGate { none, head, channel };
+enum class RuleErases { from_decayed_state, from_previous_state, nothing };
+struct RuleFacts {
+    RuleGate gate = RuleGate::none;
+    RuleErases erases = RuleErases::from_decayed_state;
+    bool own_p = false;  // along p instead of k
+};
+inline Rule rule_of(const RuleFacts& facts) {
+    return static_cast<Rule>(softdelta_rule_of_facts(static_cast<softdelta_rule_gate>(facts.gate),
+                                                     static_cast<softdelta_rule_erases>(facts.erases), facts.own_p));
+}
+
 // The tensors that a delta rule reads (softdelta_delta_inputs).
 struct DeltaInputs {
     Tensor q{}, k{}, v{}, g{}, g_gamma{}, beta{}, p{}, initial_state{}, A_log{}, dt_bias{}, cu_seqlens{},

@@ -5,6 +5,7 @@
 #include "api/delta_rule.h"
 #include "api/engines/table.h"
 #include "api/error.h"
+#include "core/rule_facts.h"
 
 namespace softdelta::api {
 
@@ -37,8 +38,9 @@ core::DeltaOptions check_options(const softdelta_delta_options& c, const core::D
         o.raw_gate = bounded ? core::RawGate::lower_bound : core::RawGate::softplus;
         o.lower_bound = bounded ? c.lower_bound : 0;
     } else {
-        expect_absent("A_log", in.A_log, "use_gate_in_kernel is off");
-        expect_absent("dt_bias", in.dt_bias, "use_gate_in_kernel is off");
+        for (const auto& operand : core::operands_of<core::DeltaInputs>)
+            if (operand.need == core::needs::raw_gate)
+                expect_absent(operand.name, in.*operand.tensor, "use_gate_in_kernel is off");
         if (bounded) refuse("lower_bound", number_text(c.lower_bound), "none: use_gate_in_kernel is off");
     }
     const bool doubled = expect_flag("allow_neg_eigval", c.allow_neg_eigval);
@@ -93,9 +95,12 @@ Sizes sizes_of(const core::DeltaInputs& in) {
 }  // namespace
 
 const core::Rule& check_rule(std::int32_t rule) {
-    constexpr auto count = static_cast<std::int32_t>(core::rules.size());
-    if (rule < 0 || rule >= count) refuse("rule", std::to_string(rule), "0 to " + std::to_string(count - 1));
-    return core::rules[static_cast<std::size_t>(rule)];
+    if (const core::Rule* found = core::find_rule(rule)) return *found;
+    for (const core::Gate gate : {core::Gate::none, core::Gate::scalar, core::Gate::channel})
+        if (rule == core::number_of_facts(gate, core::Erase::nothing, true))
+            refuse("rule", "one by facts that erases nothing along p", "own_p 0 where nothing is erased");
+    refuse("rule", std::to_string(rule),
+           "0 to " + std::to_string(core::rules.size() - 1) + ", or what softdelta_rule_of_facts gives");
 }
 
 void refuse_transposed(const char* name, const Tensor& state, const core::Shape& shape, const DeltaCall& c) {

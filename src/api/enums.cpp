@@ -48,6 +48,15 @@ static_assert(same(SOFTDELTA_GDN2, Rule::gdn2, row_of("gdn2")));
 static_assert(same(SOFTDELTA_GATED_DELTA_PRODUCT, Rule::gated_delta_product, row_of("gated_delta_product")));
 static_assert(same(SOFTDELTA_DPLR, Rule::dplr, row_of("dplr")));
 
+static_assert(same(SOFTDELTA_GATE_NONE, RuleGate::none, core::Gate::none));
+static_assert(same(SOFTDELTA_GATE_HEAD, RuleGate::head, core::Gate::scalar));
+static_assert(same(SOFTDELTA_GATE_CHANNEL, RuleGate::channel, core::Gate::channel));
+static_assert(same(SOFTDELTA_ERASES_FROM_DECAYED_STATE, RuleErases::from_decayed_state,
+                   core::Erase::from_decayed_state));
+static_assert(same(SOFTDELTA_ERASES_FROM_PREVIOUS_STATE, RuleErases::from_previous_state,
+                   core::Erase::from_previous_state));
+static_assert(same(SOFTDELTA_ERASES_NOTHING, RuleErases::nothing, core::Erase::nothing));
+
 // The C interface has DLPack's types.
 constexpr bool same(DType cpp, core::DType core) {
     return static_cast<int>(cpp) == static_cast<int>(core);

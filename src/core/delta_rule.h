@@ -56,6 +56,17 @@ struct DeltaGradients {
     Tensor states, u;  // of the forward pass, both or none: they need not be made again
 };
 
+// What raw gates are made with, g = −e^A_log·softplus(x + bias) and so on; or the gradients of both.
+struct GateParameters {
+    Tensor A_log, bias;
+};
+inline GateParameters gate_parameters(const DeltaInputs& in) {
+    return {in.A_log, in.dt_bias};
+}
+inline GateParameters gate_parameters(const DeltaGradients& grad) {
+    return {grad.dA_log, grad.ddt_bias};
+}
+
 template <>
 struct InputsOf<DeltaGradients> {
     using type = DeltaInputs;
@@ -69,7 +80,7 @@ constexpr Need gate(const Rule& rule) {
     return {rule.gate_optional ? Use::optional : Use::required, "has a gate"};
 }
 constexpr Need constant_gate(const Rule& rule) {
-    return rule.maps_by_number() ? Need{} : Need{Use::none, "has no constant gate"};
+    return rule.maps_by_number() && rule.gate != Gate::none ? Need{} : Need{Use::none, "has no constant gate"};
 }
 constexpr Need raw_gate(const Rule& rule) {
     return rule.gate == Gate::none ? Need{Use::none, "has no gate"} : Need{};

@@ -197,7 +197,12 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});
          },
          "v is f64, expected f32, bf16 or f16: convert it, or name the engine reference"},
-        {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); }, "rule is -1, expected 0 to 8"},
+        {[](DeltaCall& c) { c.options.rule = static_cast<Rule>(-1); },
+         "rule is -1, expected 0 to 8, or what softdelta_rule_of_facts gives"},
+        {[](DeltaCall& c) { c.options.rule = rule_of({.erases = RuleErases::nothing, .own_p = true}); },
+         "rule is one by facts that erases nothing along p, expected own_p 0 where nothing is erased"},
+        {[](DeltaCall& c) { c.options.rule = rule_of({.gate = RuleGate::head, .own_p = true}); },
+         "p is missing, expected a tensor: rule:head:decayed:p erases along it"},
         {[](DeltaCall& c) {
              c.execution.engine = "fast";
              c.in.v = Tensor(c.data.data(), DType::f64, {1, 4, 2, 3});

@@ -206,7 +206,10 @@ TEST_F(Program, WhatItRunsItFindsRight) {
           "simple_gla --gate none --type f32",
           "gla --raw-gate softplus",
           "gdn2 --type f32",
-          "dplr --steps 2"}) {
+          "dplr --steps 2",
+          "rule:channel:previous:k --raw-gate softplus",
+          "rule:head:decayed:p --steps 3 --type f32",
+          "rule:none:nothing"}) {
         const Outcome made = run("make " + std::string(call) + " -T 100 -o " + path("in"));
         ASSERT_EQ(made.status, 0) << call << made.err;
         for (const char* engine : {"fast", "reference", "stages_f64", "stages_f32"}) {

@@ -29,7 +29,7 @@ TEST(WrongOperation, IsNamed) {
     EXPECT_EQ(fault_of_case({}), "x: metadata op is missing");
     EXPECT_EQ(fault_of_metadata({}, "op", "gdn"),
               "x: metadata op: expected attention, delta_rule, gated_delta_rule, kda, comba, simple_gla, gla, gdn2, "
-              "gated_delta_product or dplr, found \"gdn\"");
+              "gated_delta_product, dplr or rule: and facts, found \"gdn\"");
     for (const std::string layer : {"causal_convolution", "gated_norm"})
         EXPECT_EQ(fault_of_metadata({}, "op", layer),
                   "x: metadata op: \"" + layer +

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <span>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -41,7 +42,7 @@ std::string row_of(const Operation& op) {
 
 std::string operations_table() {
     std::string table = "| operation | required inputs | optional inputs | results |\n|---|---|---|---|\n";
-    for (const Operation& op : operations)
+    for (const Operation& op : std::span(operations).first(1 + core::rules.size()))
         table += op.is_attention() ? row_of<core::AttentionInputs, core::AttentionOutputs, core::AttentionGradients>(op)
                                    : row_of<core::DeltaInputs, core::DeltaOutputs, core::DeltaGradients>(op);
     return table;

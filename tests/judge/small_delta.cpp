@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/rule_facts.h"
 #include "judge/small_delta_chunk.h"
 
 namespace softdelta::test {
@@ -18,8 +19,7 @@ double softplus(double x) {
 }
 
 const core::Rule& rule_of(const io::Call& call) {
-    return *std::find_if(core::rules.begin(), core::rules.end(),
-                         [&](const core::Rule& r) { return r.name == call.op; });
+    return *core::find_rule(call.op);
 }
 
 // Tokens of sequence n.

@@ -11,13 +11,14 @@ from softdelta import _native
 from softdelta._options import FACTS
 
 RULES = list(_native.RULES)
+ALL_RULES = RULES + [facts for name, facts in FACTS.items() if name.startswith("rule:")]
 
 
 def delta_call(rule, seed=0, B=2, T=9, H=1, HV=2, K=4, V=3):
     r = np.random.default_rng(seed)
     call = {"q": r.standard_normal((B, T, H, K)), "k": r.standard_normal((B, T, H, K)) / 2,
             "v": r.standard_normal((B, T, HV, V)), "initial_state": r.standard_normal((B, HV, K, V))}
-    facts = FACTS[rule]
+    facts = FACTS.get(rule, rule)
     if facts.gate != "none":
         call["g"] = -r.random((B, T, HV, K) if facts.gate == "channel" else (B, T, HV))
     if facts.erases != "nothing":
@@ -30,16 +31,17 @@ def delta_call(rule, seed=0, B=2, T=9, H=1, HV=2, K=4, V=3):
 def recurrence(rule, q, k, v, initial_state, g=None, beta=None, p=None):
     """Token by token, as the tables of softdelta.h say."""
     group = v.shape[2] // q.shape[2]
+    facts = FACTS.get(rule, rule)
     q, k, p = (x if x is None else np.repeat(x, group, 2) for x in (q, k, k if p is None else p))
     S, rows = initial_state.copy(), []
     for t in range(q.shape[1]):
-        decay = 1.0 if g is None else np.exp(g[:, t])[..., None] if FACTS[rule].gate == "channel" else np.exp(g[:, t])[..., None, None]
+        decay = 1.0 if g is None else np.exp(g[:, t])[..., None] if facts.gate == "channel" else np.exp(g[:, t])[..., None, None]
         before = S
         S = S * decay
-        if FACTS[rule].erases == "nothing":
+        if facts.erases == "nothing":
             d = v[:, t]
         else:
-            seen = before if FACTS[rule].erases == "previous" else S
+            seen = before if facts.erases == "previous" else S
             d = beta[:, t, :, None] * (v[:, t] - np.einsum("bhkv,bhk->bhv", seen, p[:, t]))
         S = S + k[:, t, :, :, None] * d[:, :, None]
         rows.append(np.einsum("bhkv,bhk->bhv", S, q[:, t]) / math.sqrt(q.shape[3]))
@@ -53,7 +55,7 @@ def as_bf16(x):
     return bits, (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_rules_are_the_recurrence(rule):
     call = delta_call(rule)
     o, S = softdelta.delta_forward(rule, **call)
@@ -68,7 +70,7 @@ def test_rules_are_the_recurrence(rule):
     np.testing.assert_allclose(S, want_S, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_gradients_are_the_slope(rule):
     call = delta_call(rule, seed=1)
     r = np.random.default_rng(2)
@@ -83,7 +85,7 @@ def test_gradients_are_the_slope(rule):
         assert (d["d" + name] * step).sum() == pytest.approx((loss[0] - loss[1]) / 2e-6, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_steps_in_place_are_the_sequence(rule):
     call = delta_call(rule)
     want, S = softdelta.delta_forward(rule, **call)
@@ -101,6 +103,25 @@ def test_steps_in_place_are_the_sequence(rule):
     o = softdelta.delta_step(rule, state=pool, state_indices=np.array([-1, 1]), **token)
     assert not o[0].any() and o[1].any()
     np.testing.assert_array_equal(pool[3], state[0])
+
+
+def test_facts_that_are_none_of_a_rule_are_named():
+    call = delta_call("kda")
+    for facts in softdelta.Rule("tokens"), softdelta.Rule(erases="nothing", own_p=True):
+        with pytest.raises(ValueError, match="rule is Rule.*, expected a gate of none, head or channel"):
+            softdelta.delta_forward(facts, **call)
+    with pytest.raises(ValueError, match="p is missing, expected a tensor: rule:channel:previous:p erases along it"):
+        softdelta.delta_forward(softdelta.Rule("channel", "previous", True), **call)
+
+
+def test_a_case_of_facts_is_judged(tmp_path):
+    rule = softdelta.Rule("channel", "previous")
+    call = {n: x.astype(np.float32) for n, x in delta_call(rule).items()}
+    o, S = softdelta.delta_forward(rule, **call)
+    softdelta.dump(tmp_path / "right.safetensors", rule, **call, o=o, final_state=S)
+    report = softdelta.verify(tmp_path / "right.safetensors")
+    assert report.op == str(rule) == "rule:channel:previous:k" and report.right
+    assert not softdelta.judge({"o": 1.1 * o}, dict(op=rule, **call)).right
 
 
 @pytest.mark.parametrize("rule", RULES)

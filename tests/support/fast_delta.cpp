@@ -136,6 +136,18 @@ FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
+FastDelta draw_rule_of_facts(std::uint64_t seed) {
+    const bool by_tiles = seed % 2 == 0;
+    DeltaRanges ranges = by_tiles ? kinds[4] : kinds[0];
+    if (by_tiles) ranges.tokens = 100, ranges.key_channels = 64, ranges.value_channels = 64;
+    ranges.dtypes = seed % 4 < 3 ? std::vector<DType>{DType::bf16} : std::vector<DType>{DType::f32};
+    ranges.lengths = lengths;
+    ranges.dense = by_tiles;
+    ranges.facts = ranges.steps = ranges.tiled = true;
+    ranges.hard = seed % 3 != 0;
+    return FastDelta(draw_delta(seed, ranges));
+}
+
 FastDelta draw_own_keys_by_tiles(std::uint64_t seed) {
     DeltaRanges ranges = kinds[4];
     ranges.tokens = 100, ranges.key_channels = 96, ranges.value_channels = 64;

@@ -68,6 +68,9 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only = {
 // calls are of another type.
 FastDelta draw_delta_for_gradients(std::uint64_t seed);
 
+// Rules by their facts: any call, or one as matrix tiles take it.
+FastDelta draw_rule_of_facts(std::uint64_t seed);
+
 // gdn2 and dplr as matrix tiles take them: bf16, a multiple of 32 key channels, rows as they lie.
 // Of other draws 1 in 500 is such a call.
 FastDelta draw_own_keys_by_tiles(std::uint64_t seed);

@@ -76,8 +76,11 @@ class Draw : Decisions {
         o.rule = static_cast<Rule>(between(0, 4));
         Random newer(call_.seed + 0x2e1e5);  // a stream of its own
         if (newer() % 3 == 0) o.rule = static_cast<Rule>(5 + newer() % (core::rules.size() - 5));
+        if (ranges_.facts)
+            o.rule = static_cast<Rule>(core::number_of(core::rules_of_facts[call_.seed % core::rules_of_facts.size()]));
         note(true, std::string(call_.rule().name));
-        const bool has_steps = newer() % (call_.options.rule >= Rule::gated_delta_product ? 1 : 6) == 0;
+        const std::uint64_t of_steps = ranges_.facts ? 2 : call_.options.rule >= Rule::gated_delta_product ? 1 : 6;
+        const bool has_steps = newer() % of_steps == 0;
         if (ranges_.steps && note(has_steps, "steps")) o.steps = static_cast<std::int32_t>(2 + newer() % 2);
         if (note(chance(0.3), "scale")) o.scale = real(0.5, 2);
         o.use_qk_l2norm_in_kernel = note(chance(0.4), "l2norm");

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/rule.h"
+#include "core/rule_facts.h"
 #include "softdelta/softdelta.hpp"
 #include "support/array.h"
 
@@ -23,6 +23,7 @@ struct DeltaRanges {
     bool packed = false;                    // all calls are
     bool dense = false;                     // so are all tensors
     bool steps = false;                     // draw tokens of several steps, too
+    bool facts = false;                     // rules are any facts, and not those of the table
     bool tiled = false;                     // draw head orders, too
     bool repeats = false;                   // draw strides of zero, too, of any operand
     bool far = false;                       // rows that are normed may be beyond what f32 holds the square of, too
@@ -37,7 +38,7 @@ struct RandomDelta {
     Array d_o, dfinal_state;                                                        // gradients of the results
     std::vector<std::string> features;                                              // what the draw has
 
-    const core::Rule& rule() const { return core::rules.at(static_cast<std::size_t>(options.rule)); }
+    const core::Rule& rule() const { return *core::find_rule(static_cast<std::int32_t>(options.rule)); }
     DeltaInputs inputs() const;
     Shape o_shape() const;
     Shape u_shape() const;

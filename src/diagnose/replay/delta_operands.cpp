@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "core/rule_facts.h"
 #include "judge/sigmoid.h"
 
 namespace softdelta::diagnose {
@@ -22,7 +23,7 @@ double inverse_norm(const Eigen::Ref<const Eigen::RowVectorXd>& x) {
 
 DeltaInputs64::DeltaInputs64(const io::Call& c)
     : call(c),
-      rule(*std::find_if(core::rules.begin(), core::rules.end(), [&](const auto& r) { return r.name == c.op; })),
+      rule(*core::find_rule(c.op)),
       q(c.delta.q),
       k(c.delta.k),
       p(c.delta.p),

@@ -23,10 +23,9 @@ const Operation& read_operation(const CaseFile& file) {
         fail("metadata op: " + quote(found->second) +
              " is a layer, which the commands softdelta run and softdelta verify take, and nothing else; "
              "diagnose knows no mistakes of it");
-    std::string names;
-    for (const Operation& op : operations)
-        names.append(&op == &operations.front() ? "" : &op == &operations.back() ? " or " : ", ").append(op.name);
-    fail("metadata op: expected " + names + ", found " + quote(found->second));
+    std::string names(operations.front().name);
+    for (const core::Rule& rule : core::rules) names.append(", ").append(rule.name);
+    fail("metadata op: expected " + names + " or rule: and facts, found " + quote(found->second));
 }
 
 bool has(const CaseFile& file, std::string_view tensor) {
@@ -159,7 +158,7 @@ Call call_of(const CaseFile& file) try {
     Call call;
     call.op = op.name;
     call.is_attention = op.is_attention();
-    if (!call.is_attention) call.delta_options.rule = static_cast<Rule>(op.rule - core::rules.data());
+    if (!call.is_attention) call.delta_options.rule = static_cast<Rule>(core::number_of(*op.rule));
     read_options(file, call);
     sort_tensors(file, op, call);
     if (call.is_attention) {

@@ -7,11 +7,12 @@
 
 #include "core/attention.h"
 #include "core/delta_rule.h"
+#include "core/rule_facts.h"
 #include "io/call/call.h"
 
 namespace softdelta::io {
 
-// Attention, and each rule.
+// Attention, and each rule: those of the table, and those by their facts.
 struct Operation {
     std::string_view name = "attention";
     const core::Rule* rule = nullptr;
@@ -20,8 +21,10 @@ struct Operation {
 };
 
 inline constexpr auto operations = [] {
-    std::array<Operation, core::rules.size() + 1> all{};
-    for (std::size_t i = 0; i < core::rules.size(); ++i) all.at(i + 1) = {core::rules.at(i).name, &core::rules.at(i)};
+    std::array<Operation, 1 + core::rules.size() + core::rules_of_facts.size()> all{};
+    std::size_t next = 1;
+    for (const core::Rule& rule : core::rules) all.at(next++) = {rule.name, &rule};
+    for (const core::Rule& rule : core::rules_of_facts) all.at(next++) = {rule.name, &rule};
     return all;
 }();
 
@@ -34,7 +37,7 @@ inline const Operation* find_operation(std::string_view name) {
 
 // The rule of a call that is not attention.
 inline const core::Rule& rule_of(const Call& call) {
-    return core::rules.at(static_cast<std::size_t>(call.delta_options.rule));
+    return *core::find_rule(static_cast<std::int32_t>(call.delta_options.rule));
 }
 
 // Those around the delta rules, whose calls are in layer.h.

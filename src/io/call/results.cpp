@@ -83,7 +83,7 @@ void expect_result(const Call& call, const std::string& name) {
 }  // namespace
 
 const Operation& operation_of(const Call& call) {
-    return operations.at(call.is_attention ? 0 : 1 + static_cast<std::size_t>(call.delta_options.rule));
+    return call.is_attention ? operations.front() : *find_operation(rule_of(call).name);
 }
 
 Tensor input_of(const Call& call, std::string_view name) {

@@ -1,6 +1,6 @@
 // softdelta._native: version, instruction sets, engines, the names of a call's tensors, and the program.
 #include "cli/program.h"
-#include "core/rule.h"
+#include "core/rule_facts.h"
 #include "python/native/call.h"
 
 namespace softdelta::python {
@@ -52,12 +52,16 @@ void bind_machine(nb::module_& m) {
     nb::list rules;
     for (const core::Rule& rule : core::rules) rules.append(nb::str(rule.name.data()));
     m.attr("RULES") = nb::tuple(rules);
-    nb::dict facts;
-    for (const core::Rule& rule : core::rules) {
+    nb::dict numbers, facts;
+    const auto add = [&](const core::Rule& rule) {
         constexpr const char *gates[] = {"none", "head", "channel"}, *states[] = {"decayed", "previous", "nothing"};
+        numbers[rule.name.data()] = core::number_of(rule);
         facts[rule.name.data()] =
             nb::make_tuple(gates[static_cast<int>(rule.gate)], states[static_cast<int>(rule.erase)], rule.own_p);
-    }
+    };
+    for (const core::Rule& rule : core::rules) add(rule);
+    for (const core::Rule& rule : core::rules_of_facts) add(rule);
+    m.attr("RULE_NUMBERS") = numbers;
     m.attr("RULE_FACTS") = facts;
     m.attr("ATTENTION_INPUTS") = names_of<AttentionInputs>();
     m.attr("ATTENTION_OUTPUTS") = names_of<AttentionOutputs>();

@@ -13,12 +13,12 @@ from ._layer import (causal_convolution_backward, causal_convolution_forward, ca
                      gated_norm_backward, gated_norm_forward)
 from ._native import Unsupported, isa_levels
 from ._native import version as _version
-from ._options import get_num_threads, set_num_threads
+from ._options import Rule, get_num_threads, set_num_threads
 from ._watch import watch
 
 __version__ = _version()
 __all__ = [
-    "Audit", "Candidate", "Diagnosis", "Finding", "Report", "Stage", "Unsupported", "attention_backward",
+    "Audit", "Candidate", "Diagnosis", "Finding", "Report", "Rule", "Stage", "Unsupported", "attention_backward",
     "attention_forward", "audit", "causal_convolution_backward", "causal_convolution_forward",
     "causal_convolution_step", "delta_backward", "delta_forward", "delta_step", "diagnose", "dump",
     "gated_norm_backward", "gated_norm_forward", "get_num_threads", "isa_levels", "judge", "set_num_threads",

@@ -100,7 +100,7 @@ def judge(actual, case, *, limits=None, threads=None, dtype=None) -> Report:
 def dump(path, op, *, dtype=None, **tensors) -> None:
     """Writes one call as a case file, which `softdelta verify` judges.
 
-    op is attention or a rule of delta_forward. Arrays are named as in
+    op is attention or a rule of delta_forward, a softdelta.Rule too. Arrays are named as in
     softdelta.delta_forward and attention_forward, results o, lse, final_state, gradients given do, dlse, dfinal_state,
     and gradients computed dq, dk, …; None is left out. Options are given as Python values (scale=0.1,
     use_qk_l2norm_in_kernel=True, causal="top_left", producer="my kernel"); docs/case-file.md lists them. Tensors of
@@ -158,7 +158,8 @@ def split_case(case: dict, dtype) -> tuple[dict, dict, bool]:
             metadata[name] = "true" if value else "false"
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}, expected a finite number")
-        elif isinstance(value, (int, float, str)):
+        elif isinstance(value, (int, float, str, _options.Rule)):
+            value = str(value) if name == "op" else value
             metadata[name] = value if isinstance(value, str) else repr(value)
             metadata[name].encode()  # raises ValueError for what is no text
         elif value is not None:

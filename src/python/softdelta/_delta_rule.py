@@ -25,13 +25,14 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
       "gdn2"              S ← diag(e^g) S, S ← S + k (β (v − Sᵀp))ᵀ             Gated DeltaNet-2
       "gated_delta_product"  as gated_delta_rule, the gate is optional         Siems et al. 2025, of several steps
       "dplr"              d = β (v − Sᵀp), S ← diag(e^g) S + k dᵀ               RWKV-7, of two steps
+    or a softdelta.Rule of facts.
 
     B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K V head sizes, N sequences. Arrays speak
     DLPack or the buffer protocol, lie on the CPU, have any strides, and are f32, bf16, f16 (f64 with the reference) in
     any mixture. They are read where they are.
 
-    q, k [B, T, H, K]   v [B, T, HV, V]   p [B, T, H, K] (comba, gdn2)
-    g                [B, T, HV]; kda, gla, gdn2 [B, T, HV, K]; −∞ wipes the state
+    q, k [B, T, H, K]   v [B, T, HV, V]   p [B, T, H, K] (comba, gdn2, dplr)
+    g                [B, T, HV]; kda, gla, gdn2, dplr [B, T, HV, K]; −∞ wipes the state
     g_gamma          [HV] simple_gla: one gate for all tokens, instead of g
     beta             [B, T, HV], 1 by default
     initial_state    [N, HV, K, V], 0 by default
@@ -57,7 +58,7 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
     Returns o [B, T, HV, V], as v, and final_state, f32 (f64 for f64); with return_states the states as a third.
     Raises ValueError naming the argument, and softdelta.Unsupported.
     """
-    a = Arrays(q, dtype, f"softdelta.torch.chunk_{rule}")
+    a = Arrays(q, dtype, recording(rule))
     shape_of("q", q, 4, "[B, T, H, K]")
     shape_of("v", v, 4, "[B, T, HV, V]")
     heads_first = _options.number_of(_options.LAYOUT, "layout", layout)
@@ -121,7 +122,7 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     arrays by default. Returns {"dq": array, …}, each of the shape and type of its input. With HV > H, dq, dk and dp are
     sums over the group in a fixed order. Raises ValueError, Unsupported.
     """
-    a = Arrays(q, dtype, f"softdelta.torch.chunk_{rule}")
+    a = Arrays(q, dtype, recording(rule))
     inputs = DeltaInputs(q=q, k=k, v=v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state,
                          A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
     results = new_gradients(a, {n: getattr(inputs, n) for n in DELTA_WANTED}, wanted, gradients)
@@ -139,11 +140,16 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
     return {name: a.finish(x) for name, x in results.items()}
 
 
+def recording(rule):
+    """The function that records gradients."""
+    return "softdelta.jax.delta_rule" if isinstance(rule, _options.Rule) else f"softdelta.torch.chunk_{rule}"
+
+
 def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64,
                head_order="grouped", steps=1) -> DeltaOptions:
-    """A rule by its name, and its options, checked."""
+    """A rule by its name or facts, and its options, checked."""
     return DeltaOptions(
-        rule=_options.number_of(_options.RULES, "rule", rule), scale=_options.number("scale", scale),
+        rule=_options.rule_number(rule), scale=_options.number("scale", scale),
         use_qk_l2norm_in_kernel=_options.flag("use_qk_l2norm_in_kernel", l2norm),
         use_gate_in_kernel=_options.flag("use_gate_in_kernel", gate),
         lower_bound=_options.number("lower_bound", lower_bound),

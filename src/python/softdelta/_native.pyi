@@ -10,6 +10,7 @@ class Unsupported(NotImplementedError):
 
 # Tensors and options are the records of _records: tuples in the order of softdelta.h.
 RULES: tuple[str, ...]
+RULE_NUMBERS: dict[str, int]
 RULE_FACTS: dict[str, tuple[str, str, bool]]
 ATTENTION_INPUTS: tuple[str, ...]
 ATTENTION_OUTPUTS: tuple[str, ...]

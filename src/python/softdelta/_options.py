@@ -13,13 +13,38 @@ RULES = {name: number for number, name in enumerate(_native.RULES)}
 
 
 class Rule(NamedTuple):
-    """What a rule is."""
-    gate: str    # none, head or channel
-    erases: str  # from the decayed or the previous state, or nothing
-    own_p: bool  # along p instead of k
+    """A delta rule by its facts, wherever the name of one is taken: the table's rules, and every other combination.
+
+        Rule("channel", "decayed")              kda: S ← diag(e^g) S, then S ← S + k (β (v − Sᵀk))ᵀ
+        Rule("head", "previous", own_p=True)    comba: d = β (v − Sᵀp), S ← e^g S + k dᵀ
+        Rule("none", "nothing")                 linear attention: S ← S + k vᵀ
+    """
+    gate: str = "none"       # or head, channel: a number for each value head, or one for each of its key channels
+    erases: str = "decayed"  # from the decayed state, or the previous one, or nothing
+    own_p: bool = False      # along p instead of k
+
+    def __str__(self) -> str:
+        """The name that case files have for it."""
+        along = "" if self.erases == "nothing" and not self.own_p else ":p" if self.own_p else ":k"
+        return f"rule:{self.gate}:{self.erases}{along}"
 
 
 FACTS = {name: Rule(*facts) for name, facts in _native.RULE_FACTS.items()}
+
+
+def rule_number(rule: str | Rule) -> int:
+    """The number of a rule, given by its name or its facts."""
+    if not isinstance(rule, Rule):
+        return number_of(RULES, "rule", rule)
+    if str(rule) not in _native.RULE_NUMBERS:
+        raise ValueError(f"rule is {rule!r}, expected a gate of none, head or channel, which erases decayed, previous or "
+                         "nothing; of nothing there is no own_p")
+    return _native.RULE_NUMBERS[str(rule)]
+
+
+def facts_of(number: int) -> Rule:
+    """What the rule of this number is."""
+    return next(FACTS[name] for name, of in _native.RULE_NUMBERS.items() if of == number)
 CAUSAL = {"none": 0, "top_left": 1, "bottom_right": 2}
 EMPTY_ROW = {"minus_infinity": 0, "plus_infinity": 1, "zero": 2}
 ACTIVATION = {"none": 0, "silu": 1, "sigmoid": 2}

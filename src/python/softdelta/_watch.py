@@ -6,9 +6,10 @@ import inspect
 import warnings
 
 from . import _cases
+from ._records import DELTA_WANTED
 
 # How a signature says it: softdelta.dump's name of each tensor; heads before rows; options.
-_RULE = {n: n for n in ("q", "k", "v", "g", "g_gamma", "beta", "p", "initial_state", "A_log", "dt_bias", "cu_seqlens")}
+_RULE = {n: n for n in (*DELTA_WANTED, "cu_seqlens")}
 _RULE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "lower_bound", "use_beta_sigmoid_in_kernel",
                  "allow_neg_eigval", "state_v_first")
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

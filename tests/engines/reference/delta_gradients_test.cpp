@@ -123,6 +123,21 @@ TEST(DeltaGradients, EqualCentralDifferences) {
     expect_drawn("simple_gla", {"no gate", "g_gamma"});
 }
 
+// Rules by their facts: every combination.
+TEST(DeltaGradients, OfFactsEqualCentralDifferences) {
+    const std::uint64_t seed = first_seed();
+    std::map<std::string, int> drawn;
+    for (std::uint64_t n = 0; n < 10 * core::rules_of_facts.size(); ++n) {
+        DeltaRanges ranges;
+        ranges.facts = ranges.steps = true;
+        const RandomDelta call = draw_delta(seed + n, ranges);
+        SCOPED_TRACE(call.describe());
+        check_gradients(call, drawn);
+        if (HasFatalFailure()) return;
+    }
+    for (const core::Rule& rule : core::rules_of_facts) EXPECT_GE(drawn[std::string(rule.name)], 8) << rule.name;
+}
+
 // Sequences beyond one segment of the backward pass and states beyond one tile of columns.
 TEST(DeltaGradients, EqualCentralDifferencesForLongSequences) {
     constexpr int draws = 15;

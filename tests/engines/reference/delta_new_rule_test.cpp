@@ -1,22 +1,13 @@
-// A rule that nobody has is a row of core::Rule: gate, erasure and p in combinations outside the table of rules, given
-// to reference and kernels as they are. Neither the chunk scan nor its adjoint knows which rule it computes.
+// A rule is what its row of core::Rule says: every combination of facts, given to reference and kernels as they are.
+// Neither the chunk scan nor its adjoint knows which rule it computes.
 #include <gtest/gtest.h>
 
+#include "core/rule_facts.h"
 #include "support/levels.h"
 #include "support/rule_call.h"
 
 namespace softdelta::test {
 namespace {
-
-const Rule new_rules[] = {
-    {"a gate per channel, erasing from the previous state", Gate::channel, Erase::from_previous_state, false, false},
-    {"the same along its own p", Gate::channel, Erase::from_previous_state, true, false},
-    {"a gate per channel, erasing along its own p", Gate::channel, Erase::from_decayed_state, true, false},
-    {"a gate per channel, erasing nothing", Gate::channel, Erase::nothing, false, false},
-    {"one gate, erasing along its own p", Gate::scalar, Erase::from_decayed_state, true, false},
-    {"one gate, erasing from the previous state", Gate::scalar, Erase::from_previous_state, false, false},
-    {"no gate, erasing along its own p", Gate::none, Erase::from_decayed_state, true, true},
-};
 
 // Mild gates but for some of −1000. Of several steps a chunk ends within tokens.
 RuleCall make_call(const Rule& rule, DType dtype, Index steps) {
@@ -29,7 +20,7 @@ RuleCall make_call(const Rule& rule, DType dtype, Index steps) {
 // Each with one step; and all that there are with three.
 std::vector<std::pair<Rule, Index>> calls() {
     std::vector<std::pair<Rule, Index>> all;
-    for (const Rule& rule : new_rules) all.emplace_back(rule, 1);
+    for (const Rule& rule : core::rules_of_facts) all.emplace_back(rule, 1);
     for (const Rule& rule : core::rules) all.emplace_back(rule, 3);
     return all;
 }

@@ -118,6 +118,18 @@ TEST(DeltaStages, AreTheRecurrence) {
 }
 
 // f32 loses what f32 must lose: keys stay short, so that no rule amplifies it.
+TEST(DeltaStages, OfRulesByTheirFactsAreTheRecurrence) {
+    for (std::uint64_t seed = first_seed(), last = seed + 60; seed < last; ++seed) {
+        DeltaRanges ranges = long_sequences();
+        ranges.facts = true;
+        const RandomDelta call = draw_delta(seed, ranges);
+        const Execution execution = stages("stages_f64", chunk_sizes[seed % 3]);
+        expect_near(forward_results(call, execution), forward_results(call, reference()), 1e-10, call.describe());
+        expect_near(backward_results(call, execution), backward_results(call, reference()), 1e-10, call.describe());
+        if (testing::Test::HasFailure()) return;
+    }
+}
+
 TEST(DeltaStages, InSinglePrecisionAreClose) {
     for (std::uint64_t seed = first_seed(1000), last = seed + 60; seed < last; ++seed) {
         RandomDelta call = draw_delta(seed, long_sequences());

@@ -83,18 +83,19 @@ class Backward {
 
     double* sums(Index n, Index place) const { return sums_ + (n * call_.value_heads() + place) * sums_size_; }
 
-    // dA_log, dg_gamma, ddt_bias: over the sequences, in order.
+    // Of what gates are made with: over the sequences, in order.
     void store_gate_sums() const {
         const auto store_sum = [&](const Tensor& t, Index at, Index hv, Index which) {
             double total = 0;
             for (Index n = 0; n < call_.sequences(); ++n) total += sums(n, call_.place_of(hv))[which];
             if (t) store(t, t.offset({at}), total);
         };
+        const core::GateParameters to = core::gate_parameters(grad_);
         for (Index hv = 0; hv < call_.value_heads(); ++hv) {
-            store_sum(grad_.dA_log, hv, hv, 0);
+            store_sum(to.A_log, hv, hv, 0);
             store_sum(grad_.dg_gamma, hv, hv, 1);
             const Index channels = sums_size_ - 2;
-            for (Index m = 0; m < channels; ++m) store_sum(grad_.ddt_bias, hv * channels + m, hv, 2 + m);
+            for (Index m = 0; m < channels; ++m) store_sum(to.bias, hv * channels + m, hv, 2 + m);
         }
     }
 

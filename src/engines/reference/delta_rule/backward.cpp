@@ -149,12 +149,13 @@ void store_sums(const std::vector<GateSums>& sums, Index value_heads, Index chan
             total += part(sums[n]);
         if (t) store(t, t.offset({i}), total);
     };
+    const core::GateParameters to = core::gate_parameters(grad);
     for (Index head = 0; head < value_heads; ++head) {
-        store_sum(grad.dA_log, head, head, [](const GateSums& s) { return s.A_log; });
+        store_sum(to.A_log, head, head, [](const GateSums& s) { return s.A_log; });
         store_sum(grad.dg_gamma, head, head, [](const GateSums& s) { return s.g_gamma; });
         for (Index i = 0; i < channels; ++i)
-            store_sum(grad.ddt_bias, head * channels + i, head,
-                      [i](const GateSums& s) { return s.dt_bias[static_cast<std::size_t>(i)]; });
+            store_sum(to.bias, head * channels + i, head,
+                      [i](const GateSums& s) { return s.bias[static_cast<std::size_t>(i)]; });
     }
 }
 
@@ -164,7 +165,7 @@ void delta_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
                     const core::DeltaGradients& grad) {
     const Index N = core::sequence_count(in), HV = in.v.shape[2], channels = gate_channels(in, options);
     std::vector<GateSums> sums(static_cast<std::size_t>(N * HV));
-    for (GateSums& s : sums) s.dt_bias.resize(static_cast<std::size_t>(channels));
+    for (GateSums& s : sums) s.bias.resize(static_cast<std::size_t>(channels));
     const Index tokens = tokens_of_segment(in, options);
     const core::Work work = engines::work_of(in, engines::Direction::backward);
     core::parallel_units(core::useful_threads(threads, work), N * in.q.shape[2],

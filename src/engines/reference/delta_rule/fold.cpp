@@ -72,8 +72,9 @@ struct Gate {
 
 // The gate of channel i of a value head.
 Gate gate_of(const DeltaInputs& in, const DeltaOptions& options, Index head, Index i) {
-    return {options.raw_gate, std::exp(load_bias(in.A_log, head)),
-            load_bias(in.dt_bias, head * gate_channels(in, options) + i), options.lower_bound};
+    const auto [A_log, bias] = core::gate_parameters(in);
+    return {options.raw_gate, std::exp(load_bias(A_log, head)), load_bias(bias, head * gate_channels(in, options) + i),
+            options.lower_bound};
 }
 
 // The offset of channel i of the gate of a token, in g or dg.
@@ -114,7 +115,7 @@ void unfold_gate(const DeltaInputs& in, const DeltaOptions& options, const Segme
     }
     for (Index i = 0; i < channels; ++i) {
         const Gate gate = gate_of(in, options, head, i);
-        double& ddt_bias = sums.dt_bias[static_cast<std::size_t>(i)];
+        double& dbias = sums.bias[static_cast<std::size_t>(i)];
         for (Index t = 0; t < s.count; ++t) {
             const Index token = core::token_begun(s.begin + t, options.steps);
             if (token < 0) continue;
@@ -122,7 +123,7 @@ void unfold_gate(const DeltaInputs& in, const DeltaOptions& options, const Segme
             const double dgate = std::accumulate(rows, rows + (channels == 1 ? K : 1), 0.0);
             const double x = load(in.g, gate_offset(in.g, s.batch, token, head, i));
             const double dx = gate.adjoint(x, dgate, sums.A_log);
-            ddt_bias += dx;
+            dbias += dx;
             if (grad.dg) store(grad.dg, gate_offset(grad.dg, s.batch, token, head, i), dx);
         }
     }

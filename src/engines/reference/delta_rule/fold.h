@@ -33,7 +33,7 @@ struct ValueRows {
 struct GateSums {
     double A_log = 0;
     double g_gamma = 0;
-    std::vector<double> dt_bias;  // one per gate channel
+    std::vector<double> bias;  // one per gate channel
 };
 
 // Columns of a dense row of V values.

@@ -278,24 +278,24 @@ void store_sum(const Tensor& t, Index i, double sum, Rounding& rounding) {
     core::store(t, i * t.stride[0], static_cast<double>(x));
 }
 
-// dA_log, dg_gamma, ddt_bias: over sequences, in their order.
+// Of what gates are made with: over sequences, in their order.
 template <class T>
 void store_gate_sums(const Call<T>& call, const core::DeltaGradients& grad, const std::vector<GateSums>& parts) {
     const Index channels = call.options.rule.gate == core::Gate::channel ? call.in.k.shape[3] : 1;
+    const core::GateParameters to = core::gate_parameters(grad);
     for (Index hv = 0; hv < call.value_heads; ++hv) {
         double dA_log = 0, dg_gamma = 0;
-        Line<double> ddt_bias = Line<double>::Zero(channels);
+        Line<double> dbias = Line<double>::Zero(channels);
         for (Index n = 0; n < call.sequences; ++n) {
             const GateSums& part = parts[static_cast<std::size_t>(n * call.value_heads + hv)];
             dA_log += part.dA_log;
             dg_gamma += part.dg_gamma;
-            ddt_bias += part.ddt_bias;
+            dbias += part.dbias;
         }
         Rounding rounding = call.rounding_of_sums(hv);
-        if (grad.dA_log) store_sum<T>(grad.dA_log, hv, dA_log, rounding);
+        if (to.A_log) store_sum<T>(to.A_log, hv, dA_log, rounding);
         if (grad.dg_gamma) store_sum<T>(grad.dg_gamma, hv, dg_gamma, rounding);
-        for (Index m = 0; grad.ddt_bias && m < channels; ++m)
-            store_sum<T>(grad.ddt_bias, hv * channels + m, ddt_bias[m], rounding);
+        for (Index m = 0; to.bias && m < channels; ++m) store_sum<T>(to.bias, hv * channels + m, dbias[m], rounding);
     }
 }
 

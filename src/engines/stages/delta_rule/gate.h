@@ -21,8 +21,9 @@ inline double softplus(double x) {
 class GateMaker {
   public:
     GateMaker(const core::DeltaInputs& in, const core::DeltaOptions& options, Index hv)
-        : in_(in), options_(options), hv_(hv) {
-        if (in.A_log) rate_ = std::exp(core::load(in.A_log, hv * in.A_log.stride[0]));
+        : in_(in), options_(options), parameters_(core::gate_parameters(in)), hv_(hv) {
+        const core::Tensor& A_log = parameters_.A_log;
+        if (A_log) rate_ = std::exp(core::load(A_log, hv * A_log.stride[0]));
         if (in.g_gamma) constant_ = core::load(in.g_gamma, hv * in.g_gamma.stride[0]);
     }
 
@@ -69,13 +70,14 @@ class GateMaker {
         return core::load(g, g.rank == 4 ? g.offset({s.batch, t, hv_, m}) : g.offset({s.batch, t, hv_}));
     }
     double load_raw(const core::DeltaSequence& s, Index i, Index m) const {
-        const core::Tensor& bias = in_.dt_bias;
+        const core::Tensor& bias = parameters_.bias;
         const Index channels = in_.g.rank == 4 ? in_.g.shape[3] : 1;
         return load_given(s, i, m) + (bias ? core::load(bias, (hv_ * channels + m) * bias.stride[0]) : 0);
     }
 
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;
+    core::GateParameters parameters_;
     Index hv_;
     double rate_ = 1;      // e^A_log
     double constant_ = 0;  // g_gamma

@@ -41,7 +41,7 @@ struct ValueHead {
 // Parts of the sums over tokens, of one sequence and value head.
 struct GateSums {
     double dA_log = 0, dg_gamma = 0;
-    Line<double> ddt_bias;  // [K|1]
+    Line<double> dbias;  // [K|1]
 };
 
 // Gradients of one value head, over tokens.

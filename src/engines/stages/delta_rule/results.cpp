@@ -76,7 +76,7 @@ GateSums ValueGradients<T>::store(const core::DeltaInputs& in, const core::Delta
         multiply_by_gate_slope(gate, s, dg);
     }
     if (in.g) rounding.stored(dg.data(), dg.size(), in.g.dtype);
-    sums.ddt_bias = dg.template cast<double>().colwise().sum();
+    sums.dbias = dg.template cast<double>().colwise().sum();
     if (grad.dg) {
         const bool channel = grad.dg.rank == 4;
         for (Index i = 0; i < s.count; ++i) {

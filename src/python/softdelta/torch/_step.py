@@ -12,7 +12,7 @@ from ._families import DELTA_RULE
 from ._flat import DELTA_STEP
 
 
-def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
+def delta_step(rule: str | _options.Rule, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None,
                g_gamma: Tensor | None = None, beta: Tensor | None = None, p: Tensor | None = None,
                A_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
                state_indices: Tensor | None = None, final_state_indices: Tensor | None = None,
@@ -42,7 +42,7 @@ def delta_step(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: 
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=state, A_log=A_log, dt_bias=dt_bias,
                          cu_seqlens=cu_seqlens, state_indices=state_indices, final_state_indices=final_state_indices,
                          has_initial_state=has_initial_state, snapshot_indices=snapshot_indices)
-    number = _options.number_of(_options.RULES, "rule", rule)
+    number = _options.rule_number(rule)
     if state is None:
         raise ValueError("state is None, expected a tensor [N, HV, K, V]")
     for name, given in ("final_state_indices", final_state_indices), ("snapshot_indices", snapshot_indices):

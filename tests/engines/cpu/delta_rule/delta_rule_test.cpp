@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <random>
+#include <utility>
 
 #include "io/file/core_view.h"
 #include "support/fast_delta.h"
@@ -50,6 +52,40 @@ TEST(DeltaFast, KeysOfTheirOwnByTiles) {
 TEST(DeltaFast, BlockOfOneProductOfNearRows) {
     check_calls(
         1, [](std::uint64_t) { return draw_own_keys_by_tiles(100); }, check_bf16_products);
+}
+
+TEST(DeltaFast, RulesOfFacts) {
+    check_calls(call_count(15), draw_rule_of_facts, [](const FastDelta& call, std::uint64_t seed) {
+        FastDelta::Names gradients = call.gradient_names();
+        if (call.has("first gate surges")) std::erase(gradients, "dinitial_state");
+        return check_bf16_products(call, seed) + judge_results(call, call.backward(gradients, fast(seed)));
+    });
+}
+
+// Facts of the table's rules give their results, bit by bit.
+TEST(DeltaFast, FactsOfARuleAreTheRule) {
+    const DeltaRanges ranges{.tokens = 80, .dtypes = {DType::f32, DType::bf16}, .steps = true};
+    for (const core::Rule& rule : core::rules) {
+        std::uint64_t seed = 1;
+        for (bool found = false; !found; seed += !found) {
+            const RandomDelta drawn = draw_delta(seed, ranges);
+            found = drawn.rule().name == rule.name && !drawn.g.view() == (rule.gate == core::Gate::none);
+        }
+        RandomDelta drawn = draw_delta(seed, ranges);
+        drawn.options.rule = rule_of({.gate = static_cast<RuleGate>(rule.gate),
+                                      .erases = static_cast<RuleErases>(rule.erase),
+                                      .own_p = rule.own_p});
+        const FastDelta by_name(draw_delta(seed, ranges)), by_facts(std::move(drawn));
+        const auto expect_same = [&](const FastDelta::Results& named, const FastDelta::Results& facts) {
+            for (const auto& [name, result] : named)
+                EXPECT_EQ(std::memcmp(result.data(), facts.at(name).data(), result.bytes()), 0)
+                    << rule.name << ", " << name;
+        };
+        expect_same(by_name.forward(by_name.forward_names(), fast(0)),
+                    by_facts.forward(by_name.forward_names(), fast(0)));
+        expect_same(by_name.backward(by_name.gradient_names(), fast(0)),
+                    by_facts.backward(by_name.gradient_names(), fast(0)));
+    }
 }
 
 // The CPU's conversion to bf16 makes a number below 2^-126 zero; nothing that is computed from it in f32 shows.

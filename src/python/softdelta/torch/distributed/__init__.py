@@ -4,7 +4,7 @@ Each rank calls the same function with its part of the sequence: rank 0 has the 
 follow; a part may have any length, 0 too. Collectives are those of the group. Every rank must run its backward pass,
 for that communicates too: a loss that some rank does not have is 0 times its o there.
 
-Tensors that ranks share (A_log, dt_bias, g_gamma, sink, a bias without rows of its own) get this rank's share of their
+Tensors that ranks share (parameters of gates, sink, a bias without rows of its own) get this rank's share of their
 gradient. The sum over the ranks is the gradient, as data parallelism takes it.
 """
 from ._attention import attention

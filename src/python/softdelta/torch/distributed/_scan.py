@@ -94,7 +94,7 @@ def _map_call(plan: Plan, inputs: DeltaInputs):
 
 
 def _maps_by_number(plan: Plan) -> bool:
-    rule = _options.FACTS[_native.RULES[plan.options.rule]]
+    rule = _options.facts_of(plan.options.rule)
     return rule.erases == "nothing" and rule.gate != "channel"
 
 

@@ -21,11 +21,12 @@ inline constexpr Index two_tiles = 2 * tile_size;
 inline constexpr Index most_tile_keys = 256;
 
 // Whether chunks of these heads are folded so; it depends on what memory depends on, and no more. What a chunk does not
-// fit, as steep gates of a channel, goes by the operands of Folded. So does a p beside gates that the channels share.
+// fit, as steep gates of a channel, goes by the operands of Folded. So does a p beside gates that the channels share,
+// and a k that erases from the previous state.
 template <class P>
 bool fits_tiles(const DeltaHeads& heads) {
-    return P::Tiles::exist && heads.erases() && (heads.has_channel_gate() || !heads.rule.own_p) &&
-           heads.key_size % two_tiles == 0 && heads.key_size <= most_tile_keys;
+    const bool fits = heads.rule.own_p ? heads.has_channel_gate() : heads.rule.erase == core::Erase::from_decayed_state;
+    return P::Tiles::exist && fits && heads.key_size % two_tiles == 0 && heads.key_size <= most_tile_keys;
 }
 
 struct TileChunk {
