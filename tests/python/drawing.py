@@ -17,7 +17,7 @@ def delta_call(rule, dtype=torch.float32, requires_grad=False, v_first=False, pa
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kind = dict(dtype=dtype, requires_grad=requires_grad)
     call = {"q": draw(B, T, H, K, **kind), "k": draw(B, T, H, K, **kind, scale=K**-0.5), "v": draw(B, T, HV, V, **kind)}
-    facts = FACTS[rule]
+    facts = FACTS.get(rule, rule)
     if facts.own_p:
         call["p"] = draw(B, T, H, K, **kind, scale=K**-0.5)
     if facts.gate != "none":

@@ -34,7 +34,7 @@ def test_every_function_is_called():
     """A step is below; parallel_simple_gla is chunk_simple_gla without states; what stands around the rules is in
     test_torch_layer.py, what serves in test_torch_serving.py, Mamba-2 in test_torch_mamba.py, GLA and its like in
     test_torch_family.py; set_most_kept sets a number."""
-    assert set(sd.__all__) - set(FUNCTIONS) <= {"delta_step", "parallel_simple_gla", "causal_conv1d", "causal_conv1d_fn",
+    assert set(sd.__all__) - set(FUNCTIONS) <= {"delta_rule", "delta_step", "parallel_simple_gla", "causal_conv1d", "causal_conv1d_fn",
                                                 "causal_conv1d_update", "rms_norm_gated", "FusedRMSNormGated",
                                                 "set_most_kept", "flash_attn_with_kvcache", "varlen_attn",
                                                 "sdpa_kernel", "mamba_chunk_scan_combined", "selective_state_update",

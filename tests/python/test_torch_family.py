@@ -2,7 +2,9 @@
 import pytest
 import torch
 
+import softdelta
 import softdelta.torch as sd
+from drawing import delta_call
 
 B, T, H, K, V = 2, 40, 2, 5, 6
 
@@ -108,6 +110,20 @@ def test_fast_results(dtype, limit):
             results.append((o, *torch.autograd.grad(o, list(some.values()), d)))
         for a, b in zip(*results):
             assert (a.double() - b).norm() <= limit * b.norm(), function.__name__
+
+
+def test_a_rule_by_its_facts_has_the_gradients_of_its_name():
+    call = delta_call("kda", requires_grad=True)
+    wanted = [x for x in call.values() if x.requires_grad]
+    results = []
+    for rule in "kda", softdelta.Rule("channel"):
+        o, state = sd.delta_rule(rule, **call, output_final_state=True)
+        results.append([o, state, *torch.autograd.grad(o.square().sum() + state.sum(), wanted)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    rule = softdelta.Rule("channel", "previous")
+    call = delta_call("kda", dtype=torch.float64, requires_grad=True, tokens=5)
+    names = list(call)
+    assert torch.autograd.gradcheck(lambda *x: sd.delta_rule(rule, **dict(zip(names, x)))[0], tuple(call.values()))
 
 
 def dplr(q, k, v, a, b, gk, initial_state):

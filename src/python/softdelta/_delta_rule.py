@@ -142,7 +142,7 @@ def delta_backward(rule, q, k, v, do=None, *, dfinal_state=None, g=None, g_gamma
 
 def recording(rule):
     """The function that records gradients."""
-    return "softdelta.jax.delta_rule" if isinstance(rule, _options.Rule) else f"softdelta.torch.chunk_{rule}"
+    return "softdelta.torch.delta_rule" if isinstance(rule, _options.Rule) else f"softdelta.torch.chunk_{rule}"
 
 
 def options_of(rule, scale, l2norm, gate, lower_bound, sigmoid, neg_eigval, v_first, state_interval=64,

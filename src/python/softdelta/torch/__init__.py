@@ -15,8 +15,8 @@ from ._attention import (flash_attn_func, flash_attn_varlen_func, flash_sparse_a
                          varlen_attn)
 from ._calls import set_most_kept
 from ._convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
-from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, fused_recurrent_comba,
-                           fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
+from ._delta_rules import (chunk_comba, chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, delta_rule,
+                           fused_recurrent_comba, fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda)
 from ._gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from ._kv_cache import flash_attn_with_kvcache
 from ._mamba import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
@@ -31,7 +31,7 @@ from ._step import delta_step
 __all__ = [
     "FusedRMSNormGated", "causal_conv1d", "causal_conv1d_fn", "causal_conv1d_update",
     "chunk_comba", "chunk_delta_rule", "chunk_dplr_delta_rule", "chunk_gated_delta_product", "chunk_gated_delta_rule",
-    "chunk_gdn2", "chunk_gla", "chunk_kda", "chunk_lightning_attn", "chunk_rwkv7", "chunk_simple_gla", "delta_step",
+    "chunk_gdn2", "chunk_gla", "chunk_kda", "chunk_lightning_attn", "chunk_rwkv7", "chunk_simple_gla", "delta_rule", "delta_step",
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "flash_sparse_attn_func", "fused_chunk_simple_gla", "fused_mul_recurrent_rwkv7",
     "fused_recurrent_comba", "fused_recurrent_delta_rule", "fused_recurrent_dplr_delta_rule",

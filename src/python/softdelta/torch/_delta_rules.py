@@ -274,6 +274,40 @@ def fused_recurrent_delta_rule(
 _number, _flag = _options.number, _options.flag
 
 
+def delta_rule(
+    rule: str | _options.Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    p: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    steps: int = 1,
+    output_final_state: bool = False,
+    layout: str = "bthd",
+) -> tuple[Tensor, Tensor | None]:
+    """Ours: softdelta.delta_forward with gradients, of any rule by its name or its facts, a softdelta.Rule."""
+    number = _options.rule_number(rule)
+    gate = _gate(use_gate_in_kernel, g, A_log, dt_bias, lower_bound)
+    inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(number, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
+                sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, v_first=state_v_first, layout=layout,
+                steps=steps)
+
+
 def _comba(q, k, v, p, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, layout, float_products=False):
     inputs = DeltaInputs(q, k, v, g=g, beta=beta, p=k if p is None else p, initial_state=initial_state,
                          cu_seqlens=cu_seqlens)
