@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <string_view>
 
 #include "core/parallel.h"
 #include "diagnose/catalogue/places.h"
@@ -340,24 +341,33 @@ Outcome try_fault(const io::Call& call, const Fault& fault, const std::string& s
     return outcome;
 }
 
-TEST(Points, AreNamed) {
-    const std::int64_t count = setting("SOFTDELTA_POINTS", 4), seed = setting("SOFTDELTA_SEED", 0);
+// steps: tokens of delta rules have several.
+void name_points(std::int64_t count, std::int64_t seed, bool steps) {
     const std::string only = std::getenv("SOFTDELTA_FAMILY") != nullptr ? std::getenv("SOFTDELTA_FAMILY") : "";
     std::vector<Outcome> outcomes(static_cast<std::size_t>(count));
     core::parallel_units(0, count, [&] {
         return [&](std::int64_t i) {
             Draw draw(static_cast<std::uint64_t>(seed + i));
-            const bool attention = only.empty() ? draw.one_in(3) : only == "attention";
+            const bool attention = !steps && only.empty() ? draw.one_in(3) : only == "attention";
             const std::vector<Drawable>& places = attention ? attention_places() : delta_places();
             const auto any = [&](const auto& all) {
                 return all[static_cast<std::size_t>(draw.between(0, static_cast<std::int64_t>(all.size()) - 1))];
             };
-            const Drawable place = any(places);
+            Drawable place = any(places);
+            while (steps && std::string_view(place.place).ends_with("as written"))
+                place = any(places);  // rows of tokens
             const Fault fault{place.place, any(place.changes)};
             Outcome& outcome = outcomes[static_cast<std::size_t>(i)];
             constexpr int tries = 8;  // until it shows
             for (int t = 0; t < tries && outcome.verdict == Verdict::hidden; ++t) {
-                const io::CaseFile file = io::make_case(draw_inputs(draw, attention));
+                io::MakeOptions options = draw_inputs(draw, attention);
+                if (steps) {
+                    options.op = draw.of({"gated_delta_product", "gdn2", "dplr", "kda"});
+                    options.steps = draw.between(2, 3);
+                    options.tokens = draw.between(40, 90), options.lengths.clear();
+                    if (options.raw_gate == "lower_bound") options.raw_gate = "softplus";
+                }
+                const io::CaseFile file = io::make_case(options);
                 const io::Call call = io::call_of(file);
                 outcome = try_fault(call, fault, call.op + " " + std::to_string(seed + i));
             }
@@ -381,6 +391,14 @@ TEST(Points, AreNamed) {
         for (const int n : counts) std::printf("%12d", n);
     }
     std::printf("\n");
+}
+
+TEST(Points, AreNamed) {
+    name_points(setting("SOFTDELTA_POINTS", 4), setting("SOFTDELTA_SEED", 0), false);
+}
+
+TEST(Points, OfSeveralStepsAreNamed) {
+    name_points(setting("SOFTDELTA_POINTS", 3), setting("SOFTDELTA_SEED", 0), true);
 }
 
 // An error between one and four times what rounding may cost is no noise when it has the pattern of a mistake.

@@ -1,8 +1,12 @@
 #include "judge/small_delta.h"
 
 #include <algorithm>
+#include <cmath>
+#include <deque>
+#include <utility>
 
 #include "core/rule_facts.h"
+#include "io/file/core_view.h"
 #include "judge/small_delta_chunk.h"
 
 namespace softdelta::test {
@@ -403,10 +407,69 @@ void SmallDelta::differentiate_norm(const char* gradient, const Floats& x) {
             }
 }
 
+// A call of several steps as one whose tokens are these steps: queries and do are 0 but in a token's last one, gates
+// but in its first.
+class StepsAlone {
+  public:
+    explicit StepsAlone(const io::Call& whole) : call(whole), steps_(whole.delta_options.steps) {
+        call.delta_options.steps = 1;
+        call.delta.q = among_steps(whole.delta.q, steps_ - 1, 0);
+        call.d_o = among_steps(whole.d_o, steps_ - 1, 0);
+        const bool raw = whole.delta_options.use_gate_in_kernel;
+        call.delta.g = among_steps(whole.delta.g, 0, raw ? -HUGE_VAL : 0);
+        call.packing.tokens = whole.packing.steps;
+        if (call.packing.tokens.empty()) return;
+        memory_.emplace_back(DType::i64, std::vector<std::int64_t>{whole.delta.cu_seqlens.count()});
+        std::ranges::copy(whole.packing.steps, static_cast<std::int64_t*>(memory_.back().data()));
+        call.delta.cu_seqlens = memory_.back().view();
+    }
+    Results of_tokens(Results rows) const {
+        for (auto& [name, result] : rows)
+            if (name == "o" || name == "dq" || name == "dg") {
+                std::vector<std::int64_t> shape = result.shape();
+                shape[1] /= steps_;
+                io::OwnedTensor tokens(result.view().dtype(), shape);
+                copy(result.view(), tokens.view(), name == "dg" ? 0 : steps_ - 1, false);
+                result = std::move(tokens);
+            }
+        return rows;
+    }
+
+    io::Call call;
+
+  private:
+    Tensor among_steps(const Tensor& tokens, Index step, double others) {
+        if (!tokens) return {};
+        std::vector<std::int64_t> shape(tokens.shape().begin(), tokens.shape().end());
+        shape[1] *= steps_;
+        const Tensor rows = memory_.emplace_back(tokens.dtype(), shape).view();
+        for (Index i = 0; i < rows.count(); ++i) core::store(io::core_row(rows), i, others);
+        copy(rows, tokens, step, true);
+        return rows;
+    }
+    void copy(const Tensor& rows, const Tensor& tokens, Index step, bool to_rows) const {
+        const Index row = tokens.count() / std::max<Index>(tokens.shape(0) * tokens.shape(1), 1);
+        for (Index i = 0; i < tokens.count(); ++i) {
+            const Index at = (i / std::max<Index>(row, 1) * steps_ + step) * row + i % std::max<Index>(row, 1);
+            if (to_rows)
+                core::store(io::core_row(rows), at, core::load(io::core_row(tokens), i));
+            else
+                core::store(io::core_row(tokens), i, core::load(io::core_row(rows), at));
+        }
+    }
+
+    Index steps_;
+    std::deque<io::OwnedTensor> memory_;
+};
+
 }  // namespace
 
 Results run_small_delta(const io::Call& call, DeltaMistake mistake, Index chunk_size, DeltaMistake second,
                         GateSums sums, const Fault& fault) {
+    if (call.delta_options.steps > 1) {
+        const StepsAlone steps(call);
+        return steps.of_tokens(run_small_delta(steps.call, mistake, chunk_size, second, sums, fault));
+    }
     return SmallDelta(call, mistake, chunk_size, second, sums, fault).run();
 }
 

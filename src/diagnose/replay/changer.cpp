@@ -199,6 +199,8 @@ void Changer::written(const io::Call& call, Results& results) const {
         const io::Bounds& bounds = keys                ? call.packing.keys
                                    : call.is_attention ? call.packing.queries
                                                        : call.packing.tokens;
+        const bool of_steps = !call.is_attention && !state && x.size(1) == call.delta.v.shape(1);
+        const Index rows_of_token = of_steps ? call.delta_options.steps : 1;
         const Dense right = x;
         const Index sequences = bounds.empty() ? x.size(0) : static_cast<Index>(bounds.size()) - 1;
         const std::size_t head_dim = state || lse ? 1 : 2;
@@ -212,9 +214,9 @@ void Changer::written(const io::Call& call, Results& results) const {
                     continue;
                 }
                 const auto at = static_cast<std::size_t>(n);
-                const Index batch = bounds.empty() ? n : 0, begin = bounds.empty() ? 0 : bounds[at];
+                const Index batch = bounds.empty() ? n : 0, begin = bounds.empty() ? 0 : bounds[at] * rows_of_token;
                 const Index rows_all = lse ? x.size(2) : x.size(1);
-                const Index count = bounds.empty() ? rows_all : bounds[at + 1] - begin;
+                const Index count = bounds.empty() ? rows_all : bounds[at + 1] * rows_of_token - begin;
                 if (lse) {
                     const auto place = [&](Index head) { return (batch * x.size(1) + head) * x.size(2) + begin; };
                     Matrix column(count, 1);

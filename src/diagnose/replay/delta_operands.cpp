@@ -21,10 +21,43 @@ double inverse_norm(const Eigen::Ref<const Eigen::RowVectorXd>& x) {
     return 1 / std::sqrt(x.squaredNorm() + 1e-6);
 }
 
+namespace {
+
+// The same elements of a token's last step in both.
+template <class Copy>
+void for_each_last_step(const Dense& tokens, Index steps, const Copy& copy) {
+    const Index rows = tokens.size(0) * tokens.size(1), size = tokens.count() / std::max<Index>(rows, 1);
+    for (Index row = 0; row < rows; ++row)
+        for (Index i = 0; i < size; ++i) copy(row * size + i, (row * steps + steps - 1) * size + i);
+}
+
+std::vector<std::int64_t> with_rows(const Dense& x, Index rows) {
+    std::vector<std::int64_t> shape = x.shape();
+    shape[1] = rows;
+    return shape;
+}
+
+}  // namespace
+
+Dense in_last_steps(const Dense& tokens, Index steps) {
+    if (!tokens || steps == 1) return tokens;
+    Dense rows(with_rows(tokens, tokens.size(1) * steps));
+    for_each_last_step(tokens, steps, [&](Index token, Index row) { rows[row] = tokens[token]; });
+    return rows;
+}
+
+Dense of_last_steps(const Dense& rows, Index steps) {
+    if (steps == 1) return rows;
+    Dense tokens(with_rows(rows, rows.size(1) / steps));
+    for_each_last_step(tokens, steps, [&](Index token, Index row) { tokens[token] = rows[row]; });
+    return tokens;
+}
+
 DeltaInputs64::DeltaInputs64(const io::Call& c)
     : call(c),
       rule(*core::find_rule(c.op)),
-      q(c.delta.q),
+      steps(c.delta_options.steps),
+      q(in_last_steps(Dense(c.delta.q), steps)),
       k(c.delta.k),
       p(c.delta.p),
       v(c.delta.v),
@@ -34,12 +67,12 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
       initial_state(c.delta.initial_state),
       A_log(c.delta.A_log),
       dt_bias(c.delta.dt_bias),
-      d_o(c.d_o),
+      d_o(in_last_steps(Dense(c.d_o), steps)),
       dfinal_state(c.dfinal_state) {
     const double given = c.delta_options.scale;
     scale = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(q.size(3))) : given;
     scale_of_value_size = std::isnan(given) ? 1 / std::sqrt(static_cast<double>(v.size(3))) : given;
-    const io::Bounds& bounds = c.packing.tokens;
+    const io::Bounds& bounds = c.packing.steps;
     const bool packed = !bounds.empty();
     sequences_ = packed ? static_cast<Index>(bounds.size()) - 1 : q.size(0);
     for (Index n = 0; n < sequences_; ++n) {
@@ -90,9 +123,10 @@ Matrix DeltaInputs64::key_rows(const Dense& t, const Place& at, Index h, bool no
 }
 
 GateValue DeltaInputs64::gate(Index b, Index t, Index hv, Index channel, const Mistakes& mistakes) const {
+    if (!is_gated(t)) return {};
     if (g_gamma) return {g_gamma[hv]};
     if (!g) return {};
-    const double given = g.rows(b, t, 1, hv)(0, channel);
+    const double given = g.rows(b, t / steps, 1, hv)(0, channel);
     if (!call.delta_options.use_gate_in_kernel) return {given};
     const bool shifted = dt_bias && !mistakes.has(M::dt_bias_ignored);
     const double x = given + (shifted ? dt_bias[hv * channels() + channel] : 0);

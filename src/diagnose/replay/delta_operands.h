@@ -27,12 +27,14 @@ class DeltaInputs64 {
     core::Rule rule;
     double scale;
     double scale_of_value_size;  // for the default scale
+    Index steps;                 // of a token: rows here are steps, those of q and d_o 0 but for the last of a token
     Dense q, k, p, v, g, g_gamma, beta, initial_state, A_log, dt_bias, d_o, dfinal_state;
 
     Index value_heads() const { return v.size(2); }
     Index key_head(Index hv, const Mistakes& mistakes) const;
     Index channels() const { return rule.gate == core::Gate::channel ? q.size(3) : 1; }
     bool has_gate() const { return g || g_gamma; }
+    bool is_gated(Index row) const { return row % steps == 0; }
     Index sequence_count() const { return sequences_; }
     // Chunks of all sequences, in order.
     const std::vector<Place>& chunks() const { return chunks_; }
@@ -51,6 +53,10 @@ class DeltaInputs64 {
     Index sequences_ = 0;
     std::vector<Place> chunks_;
 };
+
+// Rows of tokens [B, T, ..] as those of their last steps [B, nT, ..], others 0; and back.
+Dense in_last_steps(const Dense& tokens, Index steps);
+Dense of_last_steps(const Dense& rows, Index steps);
 
 // r of y = x r, r = (Σx² + 1e-6)^-1/2
 double inverse_norm(const Eigen::Ref<const Eigen::RowVectorXd>& x);

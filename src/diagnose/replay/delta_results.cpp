@@ -66,13 +66,14 @@ void DeltaResults::add_gate_gradients(const Place& at, Index hv, const DeltaBack
 }
 
 void DeltaResults::add_gate_gradient(Index b, Index t, Index hv, Index channel, double dg) {
+    if (!in_.is_gated(t)) return;
     if (in_.g_gamma) {
         results_.at("dg_gamma")[hv] += dg;
         return;
     }
     const GateValue at = in_.gate(b, t, hv, channel, mistakes_);
     const double dx = has(M::raw_gate_without_slope) ? dg : dg * at.raw_slope;
-    results_.at("dg").rows(b, t, 1, hv)(0, channel) = dx;
+    results_.at("dg").rows(b, t / in_.steps, 1, hv)(0, channel) = dx;
     if (in_.A_log) results_.at("dA_log")[hv] += has(M::dA_log_without_gate) ? dg : dg * at.A_slope;
     if (in_.dt_bias) results_.at("ddt_bias")[hv * in_.channels() + channel] += has(M::ddt_bias_without_slope) ? dg : dx;
 }
@@ -98,6 +99,9 @@ Results DeltaResults::finish() {
         if (!has(M::dk_without_norm)) differentiate_norm("dk", in_.k, projected);
         if (in_.p) differentiate_norm("dp", in_.p, projected);
     }
+    for (const char* name : {"o", "dq"})
+        if (const auto found = results_.find(name); found != results_.end())
+            found->second = of_last_steps(found->second, in_.steps);
     return std::move(results_);
 }
 

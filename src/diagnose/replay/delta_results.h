@@ -8,7 +8,11 @@ namespace softdelta::diagnose {
 class DeltaResults {
   public:
     DeltaResults(const DeltaInputs64& in, const Mistakes& mistakes)
-        : in_(in), mistakes_(mistakes), results_(make_results(in.call)) {}
+        : in_(in), mistakes_(mistakes), results_(make_results(in.call)) {
+        for (const char* name : {"o", "dq"})
+            if (const auto found = results_.find(name); found != results_.end())
+                found->second = in_last_steps(found->second, in.steps);
+    }
 
     void set_output(const Place& at, Index hv, const Matrix& o);
     void set_state(const char* name, Index n, Index hv, const Matrix& S);

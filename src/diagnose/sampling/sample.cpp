@@ -21,9 +21,9 @@ Numbers first(std::int64_t count) {
     return numbers;
 }
 
-// The dimensions of a tensor, a letter each. n: sequences, b: batch rows, t: query rows or tokens, s: key rows, h:
-// heads. i and j: rows and keys within a sequence. d: tiles of rows, c: chunks. A point is a dimension that stays
-// whole.
+// The dimensions of a tensor, a letter each. n: sequences, b: batch rows, t: query rows or tokens, r: rows of their
+// steps, s: key rows, h: heads. i and j: rows and keys within a sequence. d: tiles of rows, c: chunks. A point is a
+// dimension that stays whole.
 char letter_of(const core::Dimension& dim) {
     using enum core::Symbol;
     const bool of_scores = dim.count > 1;  // of a mask or bias, which may be broadcast
@@ -33,8 +33,9 @@ char letter_of(const core::Dimension& dim) {
         case N:
             return 'n';
         case T:
-        case nT:  // of calls that are diagnosed, n is 1
             return 't';
+        case nT:
+            return 'r';
         case Lq:
             return of_scores ? 'i' : 't';
         case Lk:
@@ -115,6 +116,11 @@ Numbers choose(const io::Call& call, const Selection& selection, char dimension,
                                                 : summed(selection.sequences, sequence_count(call));
         case 'b':
             return packed ? first(size) : selection.sequences;
+        case 'r': {
+            Numbers rows = lengths;
+            for (std::int64_t& length : rows) length *= call.delta_options.steps;
+            return packed ? within(rows, selection.sequences) : first(size);
+        }
         case 't':
         case 's':
             return packed ? within(lengths, selection.sequences) : first(size);
@@ -229,6 +235,8 @@ Sample::Sample(const io::Call& whole, const std::map<std::string, Tensor>& all_r
     };
     whole.is_attention ? take_inputs(call.attention) : take_inputs(call.delta);
     take_bounds(call.packing.tokens, call.delta.cu_seqlens);
+    call.packing.steps.clear();
+    for (const std::int64_t token : call.packing.tokens) call.packing.steps.push_back(token * call.delta_options.steps);
     take_bounds(call.packing.queries, call.attention.cu_seqlens_q);
     take_bounds(call.packing.keys, call.attention.cu_seqlens_k);
     if (call.d_o) call.d_o = take("do", call.d_o);
