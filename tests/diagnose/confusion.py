@@ -19,7 +19,7 @@ EXACT = {"decay twice": "decay, gates", "without its diagonal": "products, state
          "over ln 2 in the exponent": "decay, gates", "not rescaled": "sums", "last only": "sums", "first only": "sums",
          "not summed": "sums", "summed by 16 rows": "sums", "summed once more": "operands", "first head": "head, sequence",
          "first sequence": "head, sequence", "first keys lost": "products, states", "last keys lost": "products, states",
-         "of the chunk before": "products, states"}
+         "of the chunk before": "products, states", "in turn": "head, sequence", "NaN": "operands"}
 VERDICTS = ("first", "tied", "in three", "not named", "wrong name", "hidden")
 
 

@@ -187,6 +187,8 @@ Head SmallAttention::load(const Span& s, Index h) {
     if (call_.attention_options.top_w >= 0) keep_largest(x);
     if (is(M::tile_lost_after_empty_one)) lose_tiles(x);
     if (fault_.is("tile seen", "of the chunk before")) lose_blocks(x);
+    for (Index i = 0; fault_.is("p of rows without a key", "not masked") && i < s.q_count; ++i)
+        if (!x.allowed.row(i).any()) x.allowed.row(i).setConstant(true);
     return x;
 }
 
@@ -245,7 +247,8 @@ void SmallAttention::forward(Head& x) {
         float largest = sink_ ? sink_[x.h] : -infinity;
         for (Index j = 0; j < x.span.k_count; ++j)
             if (x.allowed(i, j)) largest = std::max(largest, x.s(i, j));
-        if (largest == -infinity && is(M::dead_row_nan)) x.o.row(i).setConstant(std::nanf(""));
+        if (largest == -infinity && (is(M::dead_row_nan) || fault_.is("p of rows without a key", "NaN")))
+            x.o.row(i).setConstant(std::nanf(""));
         if (largest == -infinity && is(M::dead_row_mean)) x.o.row(i) = x.v.colwise().mean();
         if (largest == -infinity) continue;
         Eigen::RowVectorXf p = (x.s.row(i).array() - largest).exp();
@@ -282,6 +285,8 @@ void SmallAttention::backward(Head& x) {
     for (Index i = 0; i < s.q_count; ++i) {
         if (i % tile == 0 && is(M::rows_lost_after_dead_tile))
             lost = lost || !x.allowed.middleRows(i, std::min(tile, s.q_count - i)).any();
+        if (x.lse(i) == -infinity && fault_.is("p of rows without a key", "NaN"))
+            p.row(i).setConstant(std::nanf("")), ds.row(i).setConstant(std::nanf(""));
         if (x.lse(i) == -infinity || lost) continue;
         const float dlse = fault_.number("dlse", dlse_ ? dlse_[first + i] : 0);
         float delta = D(i, 0);
@@ -321,8 +326,9 @@ void SmallAttention::backward(Head& x) {
         }
     sums_["dq"].rows(s.batch, s.q_begin, s.q_count, x.h) = dq_scale * (for_q * x.k);
     const auto add = [&](const char* name, const Matrix& d) {
-        Rows rows = sums_[name].rows(s.batch, s.k_begin, s.k_count, x.hk);
         const std::string place = std::string("sum over heads of ") + name;
+        const Index head = fault_.is(place.c_str(), "in turn") ? x.h % k_.size(2) : x.hk;
+        Rows rows = sums_[name].rows(s.batch, s.k_begin, s.k_count, head);
         if (is(M::last_head_of_group) || fault_.is(place.c_str(), "last only"))
             rows = d;
         else if (x.h % (q_.size(2) / k_.size(2)) == 0 || !fault_.is(place.c_str(), "first only"))

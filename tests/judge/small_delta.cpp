@@ -309,8 +309,9 @@ void SmallDelta::run_head(Index h) {
 // Sums over the value heads of a group.
 void SmallDelta::add_key_gradients(const Span& s, Index h, const DeltaChunk& c) {
     const auto add = [&](const char* name, const Matrix& d) {
-        Rows rows = sums_[name].rows(s.batch, s.begin, s.count, key_head(h));
         const std::string place = std::string("sum over heads of ") + name;
+        const Index head = fault_.is(place.c_str(), "in turn") ? h % q_.size(2) : key_head(h);
+        Rows rows = sums_[name].rows(s.batch, s.begin, s.count, head);
         const bool first = h == 0 || key_head(h - 1) != key_head(h);
         if (is(M::last_head_of_group) || fault_.is(place.c_str(), "last only"))
             rows = d;

@@ -195,11 +195,12 @@ ErasePath backward_inverse(const DeltaKernel& x, DeltaChunk& c, const Matrix& du
     if (x.is(M::dstate_without_erase)) path.dS.setZero();
     path.e = derase_key.cwiseProduct(decay_rows(at.exponent("e from S.decay", c.E), K));
     at.matrix("e from S", path.e, c.beta);
-    Matrix by_L = pair_sums_over_keys(dL, c.E, c.k, c.G);
+    Matrix by_L = pair_sums_over_keys(dL, at.exponent("e from L.decay", c.E), c.k, at.exponent("e from L.decay", c.G));
     at.matrix("e from L", by_L, c.beta);
     path.e += by_L;
     at.matrix("e", path.e, c.beta);
-    path.dk = pair_sums_over_queries(dL, beta_p, c.E, c.G);
+    path.dk =
+        pair_sums_over_queries(dL, beta_p, at.exponent("dk from L.decay", c.E), at.exponent("dk from L.decay", c.G));
     at.matrix("dk from L", path.dk, c.beta);
     if (x.is(M::dk_without_erase_scores)) path.dk.setZero();
     c.dp = c.beta.asDiagonal() * path.e;
@@ -259,6 +260,10 @@ Matrix backward(const DeltaKernel& x, DeltaChunk& c, const Matrix& given) {
     const Matrix kg = x.r(c.k.cwiseProduct(decay_rows(at.exponent("write_key dS'.decay", to_last), K)));
     const Matrix qg = x.r(c.q.cwiseProduct(decay_rows(at.exponent("read_queryᵀ do.decay", c.G), K)));
     Matrix dv_local = c.score.transpose() * d_o;
+    if (at.at("scoreᵀ do.decay")) {
+        const MatrixD G = at.exponent("scoreᵀ do.decay", c.G);
+        dv_local = tril(x.scale * pair_products(c.q, G, c.k, G)).transpose() * d_o;
+    }
     at.matrix("scoreᵀ do", dv_local, c.beta);
     dv_local = x.r(dv_local);
     Matrix by_dh = kg * dh;
@@ -289,13 +294,14 @@ Matrix backward(const DeltaKernel& x, DeltaChunk& c, const Matrix& given) {
     at.matrix("S in dq", S);
     Matrix by_state = (d_o * S.transpose()).cwiseProduct(decay_rows(at.exponent("dq from S.decay", c.G), K));
     at.matrix("dq from S", by_state, c.beta);
-    Matrix by_scores = pair_sums_over_keys(dscore, c.G, c.k, c.G);
+    const MatrixD G_q = at.exponent("dq from scores.decay", c.G), G_k = at.exponent("dk from scores.decay", c.G);
+    Matrix by_scores = pair_sums_over_keys(dscore, G_q, c.k, G_q);
     at.matrix("dq from scores", by_scores, c.beta);
     c.dq = x.is(M::dq_without_state) ? by_scores : x.is(M::dq_without_scores) ? by_state : by_state + by_scores;
     if (!x.is(M::dq_without_scale)) c.dq *= x.scale;
     at.matrix("dq", c.dq, c.beta);
     const float dk_scale = x.is(M::dk_without_scale) ? 1 : x.is(M::dk_scaled_twice) ? x.scale * x.scale : x.scale;
-    c.dk = dk_scale * pair_sums_over_queries(dscore, c.q, c.G, c.G);
+    c.dk = dk_scale * pair_sums_over_queries(dscore, c.q, G_k, G_k);
     at.matrix("dk from scores", c.dk, c.beta);
     if (!x.is(M::dk_without_write)) c.dk += kw;
     if (!x.rule.erases()) {

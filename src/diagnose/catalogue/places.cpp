@@ -33,6 +33,7 @@ enum class Kind {
     running,    // the reverse sum of dg
     index,      // which key head
     flag,       // of a tile
+    dead,       // rows without a key
     norm,       // l2norm
     written,    // a result of rows
     written_state,
@@ -92,6 +93,8 @@ const Changed changes[] = {
     {C::head_before, "is that of the head before", "X_h → X_(h−1)"},
     {C::head_after, "is that of the head after", "X_h → X_(h+1)"},
     {C::first_head, "is that of the first head", "X_h → X_0"},
+    {C::modulo, "takes heads in turn instead of in groups", "h / group → h mod groups"},
+    {C::not_a_number, "is NaN", "X → NaN"},
     {C::first_sequence, "is that of the first sequence", "X_n → X_0"},
 };
 
@@ -148,6 +151,8 @@ std::vector<Change> changes_of(Kind kind) {
             add(factors);
             break;
         case Kind::heads:
+            add({C::last_only, C::first_only, C::modulo});
+            break;
         case Kind::tiles:
             add({C::last_only, C::first_only});
             break;
@@ -162,6 +167,9 @@ std::vector<Change> changes_of(Kind kind) {
             break;
         case Kind::flag:
             add({C::stale});
+            break;
+        case Kind::dead:
+            add({C::not_a_number, C::unmasked});
             break;
         case Kind::norm:
             add({C::missing, C::always});
@@ -269,6 +277,8 @@ const Place delta_places[] = {
     {"S'", Kind::state, "S'", "the state that leaves a chunk", Phase::forward, always},
     // backward
     {"dS'", Kind::state, "dS'", "the gradient of the state that leaves a chunk", Phase::backward, always},
+    {"scoreᵀ do.decay", Kind::decay, "G_i − G_j", "the decay in the part of dU from the chunk's own rows",
+     Phase::backward, gated},
     {"scoreᵀ do", Kind::by_beta, "scoreᵀ do", "the part of dU from the chunk's own rows", Phase::backward, always},
     {"write_key dS'.decay", Kind::exponents, "G_last − G", "the decay in the part of dU from the state",
      Phase::backward, gated},
@@ -284,12 +294,16 @@ const Place delta_places[] = {
     {"S in dq", Kind::state, "S", "the state in dq", Phase::backward, always},
     {"dq from S.decay", Kind::exponents, "G", "the decay in the part of dq from the state", Phase::backward, gated},
     {"dq from S", Kind::by_beta, "(do Sᵀ)∘e^G", "the part of dq from the state", Phase::backward, always},
+    {"dq from scores.decay", Kind::decay, "G_i − G_j", "the decay in the part of dq from the scores", Phase::backward,
+     gated},
     {"dq from scores", Kind::by_beta, "Σ dscore k e^(G_i − G_j)", "the part of dq from the scores", Phase::backward,
      always},
     {"dq", Kind::by_beta, "dq", "dq, as it goes into dg too,", Phase::backward, always},
     {"v_new in kw", Kind::by_beta, "v_new", "v_new in kw", Phase::backward, always},
     {"kw.decay", Kind::exponents, "G_last − G", "the decay in kw", Phase::backward, gated},
     {"kw", Kind::by_beta, "kw", "the part of dk from the state, kw,", Phase::backward, always},
+    {"dk from scores.decay", Kind::decay, "G_i − G_j", "the decay in the part of dk from the scores", Phase::backward,
+     gated},
     {"dk from scores", Kind::by_beta, "scale·Σ dscore q e^(G_i − G_j)", "the part of dk from the scores",
      Phase::backward, always},
     {"S in dw", Kind::state, "S", "the state in dw", Phase::backward, erases},
@@ -303,8 +317,10 @@ const Place delta_places[] = {
     {"e from S.decay", Kind::exponents, "E", "the decay in the part of e from the state", Phase::backward,
      erases_gated},
     {"e from S", Kind::by_beta, "(Aᵀ dw)∘e^E", "the part of e from the state", Phase::backward, erases},
+    {"e from L.decay", Kind::decay, "E_i − G_j", "the decay in the part of e from L", Phase::backward, erases_gated},
     {"e from L", Kind::by_beta, "Σ dL k e^(E_i − G_j)", "the part of e from L", Phase::backward, erases},
     {"e", Kind::by_beta, "e", "e, of which dp and dβ are formed,", Phase::backward, erases},
+    {"dk from L.decay", Kind::decay, "E_i − G_j", "the decay in the part of dk from L", Phase::backward, erases_gated},
     {"dk from L", Kind::by_beta, "Σ dL β p e^(E_i − G_j)", "the part of dk from L", Phase::backward, erases},
     {"dp", Kind::by_beta, "dp", "dp", Phase::backward, erases},
     {"dv", Kind::by_beta, "dv", "dv", Phase::backward, always},
@@ -374,6 +390,8 @@ const Place attention_places[] = {
     {"v", Kind::rows, "v", "v", Phase::forward, always},
     {"do", Kind::rows, "do", "the gradient of o", Phase::backward, always},
     {"q kᵀ", Kind::scores, "scale·q kᵀ", "the product q kᵀ", Phase::forward, always},
+    {"p of rows without a key", Kind::dead, "p = 0", "p of a row without a key, and so its gradients,", Phase::forward,
+     hides_keys},
     {"tile seen", Kind::flag, "tile j is seen", "whether one of 64 rows sees a tile of keys", Phase::forward,
      hides_keys},
     {"bias", Kind::factor, "bias", "the bias", Phase::forward, biased},
@@ -443,6 +461,8 @@ class Points {
         const char* name = keep(std::string(place.name) + " " + how.words);
         entries_.push_back({Mistake::at_a_point, name, keep(std::string(place.words) + " " + how.words), keep(formula),
                             "", place.from, place.applies, Point{place.name, change}});
+        if (place.kind == Kind::dead && change == Change::unmasked)
+            entries_.back().formula = "p = 0 → softmax over all keys, as a large finite number beside a score gives";
         if (place.kind == Kind::flag) {
             entries_.back().sentence = "after a tile of keys that none of 64 rows sees, these rows lose the next one";
             entries_.back().formula = "tile j skipped when no row saw tile j − 1";
@@ -486,7 +506,7 @@ std::string places_page() {
         R"(Any number may be lost, doubled, halved, negative, scaled, unscaled, multiplied or divided by ln 2, β, the
 group's size. Rows: of the row or head before or after, of two rows before, of the first head or sequence, stale, or lost (the first, the last,
 the tail, 48 to 63 of 64, the last of 16). Products and states: transposed, without diagonal, mask or a tile of keys,
-rounded to bf16. Exponents: left out, twice, base 2, over ln 2, a row off. Sums: one term only, begun anew, not rescaled.
+rounded to bf16. Exponents: left out, twice, base 2, over ln 2, a row off. Sums: one term only, begun anew, not rescaled, over heads in turn.
 Operands: β of 1 or σ(β), gates summed twice, q for k, l2norm.
 
 Places of delta rules:)";

@@ -59,6 +59,8 @@ enum class Change {
     head_after,
     first_head,
     first_sequence,
+    modulo,
+    not_a_number,
     count
 };
 

@@ -16,6 +16,7 @@ namespace {
 using M = Mistake;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr const char* dead_rows = "p of rows without a key";
 
 // Keys or values of one head of a sequence, through the block table when there is one. What is not finite is taken to
 // be hidden from every query.
@@ -74,8 +75,9 @@ class HeadRun {
         }
         if (!backward_) return;
         const auto add = [&](const char* name, const Matrix& d) {
-            View to = results_.at(name).rows(at_.key_batch, at_.k_begin, at_.k_count, hk_);
             const std::string place = std::string("sum over heads of ") + name;
+            const Index hk = change_.has(place, Change::modulo) ? h_ % c_.k.size(2) : hk_;
+            View to = results_.at(name).rows(at_.key_batch, at_.k_begin, at_.k_count, hk);
             if (has(M::last_query_head_of_group) || change_.has(place, Change::last_only)) to.setZero();
             if (first_of_group_ || !change_.has(place, Change::first_only)) to += d;
         };
@@ -104,7 +106,10 @@ class HeadRun {
     void find_keys() {
         first_key_ = 0, keys_ = k_.rows();
         if (has(M::mask_ignored_backward) || has(M::dbias_last_tile) || has(M::dbias_last_head)) return;
-        if (std::ranges::any_of(mistakes_.points(), [](const Point& p) { return is_of_tiles(p.change); })) return;
+        if (std::ranges::any_of(mistakes_.points(), [](const Point& p) {
+                return is_of_tiles(p.change) || p.change == Change::not_a_number;
+            }))
+            return;
         const auto hidden = [this](Index j) {
             return std::none_of(seen_.begin(), seen_.end(),
                                 [j](const auto& row) { return row[static_cast<std::size_t>(j)] != 0; });
@@ -149,6 +154,9 @@ class HeadRun {
         for (Index i = 0; i < count; ++i)
             find_seen(c_, mistakes_, at_, h_, first + i, seen_[static_cast<std::size_t>(i)]);
         if (change_.has("tile seen", Change::stale)) lose_tiles();
+        if (change_.has(dead_rows, Change::unmasked))
+            for (auto& row : seen_)
+                if (std::ranges::find(row, 1) == row.end()) std::ranges::fill(row, 1);
         find_keys();
         const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
         s_ = multiply_bt(q_, keys());
@@ -237,7 +245,8 @@ class HeadRun {
         for (Index i = 0; i < rows; ++i) {
             if (!dead_[static_cast<std::size_t>(i)]) continue;
             o_.row(i).setZero();
-            if (has(M::dead_row_nan)) o_.row(i).setConstant(std::nan(""));
+            if (has(M::dead_row_nan) || change_.has(dead_rows, Change::not_a_number))
+                o_.row(i).setConstant(std::nan(""));
             if (has(M::dead_row_mean)) o_.row(i) = v_.colwise().mean();
         }
         if (has(M::delta_after_rounding))
@@ -270,6 +279,10 @@ class HeadRun {
         change_.value("D", D);
         Matrix p = Matrix::Zero(dp.rows(), dp.cols()), ds = p;
         for (Index i = 0; i < p.rows(); ++i) {
+            if (lse_[i] == -infinity && change_.has(dead_rows, Change::not_a_number)) {
+                p.row(i).setConstant(std::nan(""));
+                ds.row(i).setConstant(std::nan(""));
+            }
             if (lse_[i] == -infinity) continue;
             const double dlse = change_.value("dlse", c_.dlse ? c_.dlse[lse_place(i)] : 0);
             double delta = has(M::without_delta) ? 0 : D[i];

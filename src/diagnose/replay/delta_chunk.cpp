@@ -79,15 +79,17 @@ void unsolve(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaForw
     at.value("Aᵀ du", dbeta_v, &in.beta);
     at.value("Aᵀ dw", derase_key, &in.beta);
 
-    const Pairs pairs{in.E, in.G, kernel.has(M::dL_unmasked)};
+    const auto pairs = [&](const char* place) {
+        return Pairs{at.exponents(place, in.E), at.exponents(place, in.G), kernel.has(M::dL_unmasked)};
+    };
     Matrix e = derase_key.cwiseProduct(decay_rows(at.exponents("e from S.decay", in.E), in.p.cols()));
     at.value("e from S", e, &in.beta);
-    Matrix e_of_scores = pairs.sum_earlier(dL, in.k);
+    Matrix e_of_scores = pairs("e from L.decay").sum_earlier(dL, in.k);
     at.value("e from L", e_of_scores, &in.beta);
     e += e_of_scores;
     at.value("e", e, &in.beta);
     if (!kernel.has(M::dk_without_erase_scores)) {
-        Matrix dk = pairs.sum_later(dL, in.beta.asDiagonal() * in.p);
+        Matrix dk = pairs("dk from L.decay").sum_later(dL, in.beta.asDiagonal() * in.p);
         at.value("dk from L", dk, &in.beta);
         out.dk += dk;
     }
@@ -190,6 +192,10 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     Matrix d_o = in.d_o;
     at.value("do", d_o, &in.beta);
     Matrix du = multiply_at(kept.score, d_o);
+    if (kernel.mistakes.changes("scoreᵀ do.decay")) {
+        const Matrix G = at.exponents("scoreᵀ do.decay", in.G);
+        du = kernel.scale * multiply_at(tril(Pairs{G, G, false}.products(in.q, in.k)), d_o);
+    }
     at.value("scoreᵀ do", du, &in.beta);
     if (!kernel.has(M::du_without_state)) {
         Matrix by_state = multiply(in.k.cwiseProduct(decay_to_last(kernel, "write_key dS'.decay", in)), dS);
@@ -203,7 +209,10 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     Matrix dscore = multiply_bt(d_o, v_new);
     if (!unmasked) dscore = tril(dscore);
     at.value("dscore", dscore, &in.beta);
-    const Pairs pairs{in.G, in.G, unmasked};
+    const auto pairs = [&](const char* place) {
+        const Matrix G = at.exponents(place, in.G);
+        return Pairs{G, G, unmasked};
+    };
 
     out.dS = state_decay(kernel, "dS'.decay", in, kernel.has(M::dstate_without_decay) ? 0 : 1).asDiagonal() * dS;
     at.value("state_decay∘dS'", out.dS);
@@ -216,7 +225,7 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     at.value("S in dq", S);
     Matrix by_state = multiply_bt(d_o, S).cwiseProduct(decay_rows(at.exponents("dq from S.decay", in.G), K));
     at.value("dq from S", by_state, &in.beta);
-    Matrix by_scores = pairs.sum_earlier(dscore, in.k);
+    Matrix by_scores = pairs("dq from scores.decay").sum_earlier(dscore, in.k);
     at.value("dq from scores", by_scores, &in.beta);
     if (!kernel.has(M::dq_without_state)) out.dq += by_state;
     if (!kernel.has(M::dq_without_scores)) out.dq += by_scores;
@@ -229,7 +238,7 @@ void backward(const DeltaKernel& kernel, const DeltaOperands& in, const DeltaFor
     at.value("v_new in kw", v_new, &in.beta);
     Matrix kw = multiply_bt(v_new, dS).cwiseProduct(decay_to_last(kernel, "kw.decay", in));
     at.value("kw", kw, &in.beta);
-    out.dk = dk_scale * pairs.sum_later(dscore, in.q);
+    out.dk = dk_scale * pairs("dk from scores.decay").sum_later(dscore, in.q);
     at.value("dk from scores", out.dk, &in.beta);
     if (!kernel.has(M::dk_without_write)) out.dk += kw;
     if (!kernel.rule.erases()) {

@@ -26,9 +26,10 @@ void DeltaResults::set_state(const char* name, Index n, Index hv, const Matrix& 
 
 void DeltaResults::add_gradients(const Place& at, Index hv, const DeltaBackward& chunk) {
     const auto add = [&](const char* name, const Matrix& d) {
-        const Index h = in_.key_head(hv, mistakes_);
-        View to = results_.at(name).rows(at.batch, at.begin, at.count, h);
         const std::string place = std::string("sum over heads of ") + name;
+        const bool in_turn = mistakes_.has(Point{place, Change::modulo});
+        const Index h = in_turn ? hv % in_.q.size(2) : in_.key_head(hv, mistakes_);
+        View to = results_.at(name).rows(at.batch, at.begin, at.count, h);
         if (has(M::last_value_head_of_group) || mistakes_.has(Point{place, Change::last_only})) to.setZero();
         const bool first = hv == 0 || in_.key_head(hv - 1, mistakes_) != h;
         if (first || !mistakes_.has(Point{place, Change::first_only})) to += d;
