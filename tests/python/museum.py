@@ -105,7 +105,7 @@ def rows_of(q, k, v, g, beta, S, scale, erases, bug, packed, chunk=64):
         rows.append(o)
         last, before = G[..., -1:, :].mT, S
         S = Decay.apply(S, last, last[:, :1].expand_as(last)) if bug == "gate of head 0 in dS" else S * last.exp()
-        write = (kc * (G[..., -1:, :] - G).exp()).mT @ U
+        write = (kc * (G[..., -1:, :] - G).exp()).mT @ (vc if bug == "dv without decay" else U)
         if bug == "tail of 1 to 15 rows" and C < 16:
             write = write.to(torch.bfloat16).float() * (1 + 2**-5)
         S = S + write
@@ -337,6 +337,8 @@ def conclusion(found):
     """The mistake by the diagnosis' words, or else where it is, or else what the checks say."""
     race = next((f for f in found.faults if "differs from call to call" in f and "a race" in f), "")
     first = race.partition(": no. ")[2] or (found.diagnosis[0] if found.diagnosis else "".join(found.faults[:1]))
+    if first.startswith("more than one mistake"):
+        first = " and ".join(found.diagnosis[1:3])
     if not first.startswith("no mistake of the catalogue"):
         return "“" + re.sub("^one mistake explains it, ", "", first) + "”"
     where = next((d for d in found.diagnosis if " rows are wrong" in d), first)

@@ -7,8 +7,8 @@ namespace softdelta::diagnose {
 
 // x, X belong to the later row i of a pair, y, Y to the earlier row j; X and Y are sums of Kg gates, 1 or K.
 struct Pairs {
-    const Matrix& X;     // [n, Kg]
-    const Matrix& Y;     // [n, Kg]
+    Matrix X;            // [n, Kg]
+    Matrix Y;            // [n, Kg]
     bool above = false;  // pairs with j > i count too, undecayed
 
     Matrix products(const Matrix& x, const Matrix& y) const;     // Σ_m x_im y_jm e^(X_im − Y_jm), [n, n]

@@ -322,6 +322,7 @@ class Attention:
         mask[:, :, 64:128] = False
         mask[1, :, 130:] = False
         mask[0, :, 40, 1:] = False
+        mask[:, :, 7:21, 128:] = False
         mask[:, :, 7:21, :64] = False  # a tile of keys that a row does not see, and one that it sees
         mask[1, :, :64, :128] = False  # the same of a tile of rows
         return self.call("dead rows", draw, dtype, 150, 192, mask=mask, causal="none")
