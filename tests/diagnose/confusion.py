@@ -39,10 +39,11 @@ def main():
         change = next(c for c in changes if point.endswith(" " + c))
         for row in kind_of(change), "all":
             counts[row][verdict] += 1
-    print("| kind of change | drawn | named first | tied with it | in the first three | not named | a wrong name "
-          "| does not show |\n|---|---|---|---|---|---|---|---|")
+    print("| kind of change | drawn | named first, or tied | in the first three | does not show | a wrong name |\n|---|---|---|---|---|---|")
     for kind in sorted(counts, key=lambda k: (k == "all", k)):
-        print(f"| {kind} | {counts[kind].total()} | " + " | ".join(str(counts[kind][v]) for v in VERDICTS) + " |")
+        c = counts[kind]
+        first = c["first"] + c["tied"]
+        print(f"| {kind} | {c.total()} | {first} | {first + c['in three']} | {c['hidden']} | {c['wrong name']} |")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def flex(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     if not _flex:
         torch._dynamo.config.recompile_limit = 64
+        torch._functorch.config.donated_buffer = False  # or a second backward pass is refused
         _flex.append(torch.compile(flex_attention, dynamic=False))
     B, H, Lq, _ = query.shape
     Lk, blocks, change = key.shape[2], None, None

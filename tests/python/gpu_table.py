@@ -68,9 +68,15 @@ def row_of(name, found):
     verdicts = [f.verdict for f in found]
     verdict = next(v for v in ("wrong", "incomplete", "right", "cannot_be_judged") if v in verdicts)
     right, total = (sum(f.score[i] for f in found) for i in (0, 1))
-    said = list(dict.fromkeys([s for f in found for s in f.faults] + [s for f in found for s in f.gaps]))
-    said += [d for f in found for d in f.diagnosis[:1]]
-    return f"| {name} | {verdict} | {right} of {total} | {'; '.join(said[:3]).replace('|', '/')} |"
+    rows = [r for f in found for r in f.rows]
+    said = [f"{', '.join(n for n, x in r.findings.items() if x.verdict == 'wrong')} of {r.name} {r.dtype}" for r in rows if r.wrong]
+    said += [f"{c.name}: no" for f in found for c in f.checks if c.faults]
+    for words, missing in (("refused", [f"{r.name} {r.dtype}" for r in rows if r.missing]),
+                           ("not reached", [n for f in found for n in f.not_reached])):
+        said += [f"{words}: {', '.join(missing)}"] if missing else []
+    diagnosis = [d for f in found for d in f.diagnosis[:2] if d.startswith(("one mistake", "nearest"))]
+    said += [f"“{d.partition('; the error was')[0]}”" for d in diagnosis[:1]]
+    return f"| {name} | {verdict} | {right} of {total} | {'; '.join(said).replace('|', '/')} |"
 
 
 def main():

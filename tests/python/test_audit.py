@@ -163,7 +163,7 @@ def test_repeats_that_differ_say_where_and_why():
     other = o.clone()
     other[0, 33, 2] += 0.5
     said = describe_spread("o", torch.minimum(o, other), torch.maximum(o, other))
-    assert "in 1 of 280 rows, 33 of head 2" in said and "a race" in said, said
+    assert "in 1 of 280 rows (33 of head 2)" in said and "a race" in said, said
     said = describe_spread("dq", o, o * (1 + 2**-22 * torch.rand(o.shape)))
     assert "rows" in said and "sums in another order" in said and "race" not in said, said
 

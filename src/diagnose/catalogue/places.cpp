@@ -462,7 +462,7 @@ class Points {
         entries_.push_back({Mistake::at_a_point, name, keep(std::string(place.words) + " " + how.words), keep(formula),
                             "", place.from, place.applies, Point{place.name, change}});
         if (place.kind == Kind::dead && change == Change::unmasked)
-            entries_.back().formula = "p = 0 → softmax over all keys, as a large finite number beside a score gives";
+            entries_.back().formula = "p = 0 → softmax over all keys";
         if (place.kind == Kind::flag) {
             entries_.back().sentence = "after a tile of keys that none of 64 rows sees, these rows lose the next one";
             entries_.back().formula = "tile j skipped when no row saw tile j − 1";

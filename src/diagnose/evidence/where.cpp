@@ -319,6 +319,7 @@ std::string describe_factor(const ErrorMap& map, const std::vector<Constant>& kn
         return "each wrong row is the right one times a factor of its own, " + number(low, digits) + " to " +
                number(high, digits);
     }
+    if (std::abs(middle - 1) < same / 2) return "";
     std::string text = "wrong rows are the right ones times " + number(middle, digits);
     for (const Constant& c : known)
         if (std::abs(middle / c.value - 1) < same / 2) text += ", " + c.name;

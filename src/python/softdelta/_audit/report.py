@@ -183,5 +183,5 @@ def cell(findings) -> str:
     if not wrong and not judged:
         return "?" if findings else ""
     x = max(excess(f) for f in wrong or judged)
-    text = "NaN" if x == math.inf else f"{x:.2f}" if x < 10 else f"{x:.0f}" if x < 1e4 else f"{x:.0e}"
+    text = "?" if math.isnan(x) else "NaN" if x == math.inf else f"{x:.2f}" if x < 10 else f"{x:.0f}" if x < 1e4 else f"{x:.0e}"
     return text + (" WRONG" if wrong else " digits" if any(f.verdict == "digits_lost" for f in judged) else "")

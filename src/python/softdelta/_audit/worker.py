@@ -319,8 +319,9 @@ def describe_spread(name, low, high):
     text = f"{name} differs from call to call in {int(rows.sum())} of {rows.numel()} rows"
     if high.dim() > 3 and "state" not in name and not rows.all():
         numbers, heads = (rows.nonzero()[:, i].unique().tolist() for i in (1, 2))
-        text += ", " + ", ".join(str(n) for n in numbers[:6]) + (" …" if len(numbers) > 6 else "")
-        text += f" of head{'s' if len(heads) > 1 else ''} {', '.join(str(h) for h in heads[:4])}" if len(heads) < rows.shape[2] else ""
+        some = ", ".join(str(n) for n in numbers[:6]) + (" …" if len(numbers) > 6 else "")
+        of = f" of head {', '.join(str(h) for h in heads[:4])}" if len(heads) < rows.shape[2] else ""
+        text += f" ({some}{of})"
     return text + f", by up to {float(wide.max() / rms):.1e} of its RMS: " + (
         "sums in another order, as of atomic additions" if is_order else "a race, or memory that nothing wrote")
 
