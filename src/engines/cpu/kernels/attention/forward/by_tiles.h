@@ -111,8 +111,10 @@ class ForwardByTiles : ForwardUnit<P> {
     Index chunks() const { return operands_.chunks; }
     Index columns() const { return operands_.columns; }
     // Row r of tiles that lie in pairs, one above the other; `pairs` of them belong to a group.
-    static Index row_in(Index r, Index pairs) { return r / group_rows * pairs * 2 * tile_words + row_of_group(r); }
-    static Index row_of_group(Index l) { return l % group_rows / W * tile_words + l % W * W; }
+    static Index row_in(Index r, Index pairs) {
+        return r / group_rows * pairs * 2 * tile_words + row_of_group(r % group_rows);
+    }
+    static Index row_of_group(Index l) { return l * W; }  // the second tile follows the first
 
     const Word* queries(Index r) const { return at_.q + r * chunks() * W; }
     float* sums(Index r) const { return at_.o + r * columns() * W; }
