@@ -6,7 +6,6 @@
 //     sum = e^(top − top')·sum + ΣP        o = e^(top − top')·o + unit_v·P v
 //
 // Matrix units cut sums off instead of rounding them. So each tile's P v is a sum of its own.
-#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/split/products.h"
 #include "engines/cuda/attention/warpgroup/added.h"

@@ -2,7 +2,8 @@
 // units cut sums off. A tile has n rows as their high parts, and then the low ones.
 #pragma once
 
-#include "engines/cuda/attention/addends.h"
+#include <cfloat>
+
 #include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/registers.h"
