@@ -152,6 +152,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     if (saved.shares) {
         sums.shares = saved.shares;
         sums.slots = saved.all_slots;
+        sums.heads = saved.heads;
         sums.channels = call.gate == core::Gate::channel ? call.key_size : 1;
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");

@@ -95,6 +95,6 @@ void launch_unfold_channel(const DeltaCall& call, const ChunkSequences& sequence
 void launch_unfold_by_token(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
                             const SavedChunks& saved, cudaStream_t stream);
 constexpr int token_blocks = 64;                       // that share these chunks
-constexpr Index token_scratch = 7 * chunk_rows * 128;  // doubles of one of them
+constexpr Index token_scratch = 8 * chunk_rows * 128;  // doubles of one of them
 
 }  // namespace softdelta::cuda

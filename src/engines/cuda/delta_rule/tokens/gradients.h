@@ -3,35 +3,43 @@
 
 #include <cuda_runtime_api.h>
 
-#include "engines/cuda/delta_rule/call.h"
+#include "engines/cuda/delta_rule/chunk_list.h"
 
 namespace softdelta::cuda {
 
-// S: states, w = βe: what tokens write, dw: its gradient. Memory [.., HV, ..] of the workspace; rows are those of
-// [B·T]. "Slots" are chunks of 64 tokens of each sequence.
-struct GradientMemory {
-    static constexpr Index chunk = 64;
+// Where a value head's tokens and chunks of 64 lie in memory of the workspace, in [rows, heads] and [slots, heads].
+struct TokenRows {
+    Index first = 0, first_chunk = 0;
+    int heads = 1;
 
-    double* erased = nullptr;    // [rows, HV, V]        e
-    double* dwritten = nullptr;  // [rows, HV, V]        dw
-    float* dq = nullptr;         // [slabs, rows, HV, K] gradients of folded keys, over the columns of a slab
+    __device__ Index token(Index t) const { return first + t * heads; }
+    __device__ Index chunk_of(Index t) const { return first_chunk + t / chunk_rows * heads; }
+};
+
+// S: states, w = βe: what tokens write, dw: its gradient. Memory [.., heads, ..] of the workspace; rows are those of
+// [B·T], or of a chunk and head alone. "Slots" are chunks of 64 tokens of each sequence.
+struct GradientMemory {
+    double* erased = nullptr;    // [rows, heads, V]        e
+    double* dwritten = nullptr;  // [rows, heads, V]        dw
+    float* dq = nullptr;         // [slabs, rows, heads, K] gradients of folded keys, over the columns of a slab
     float* dk = nullptr;
     float* dp = nullptr;
 
     // Of gates; null: their gradients are not wanted.
-    double* written = nullptr;  // [slabs, rows, HV, channels]   q∘dq − k∘dk
-    double* erase = nullptr;    // [slabs, rows, HV, channels]   p∘dp
-    double* dstates = nullptr;  // [slots, HV, slabs, a block's lanes' parts]   dS at the ends of chunks
-    double* ends = nullptr;     // [slabs, slots, HV, channels]  rowsum(S∘dS) there
-    double* shares = nullptr;   // [2, slots, HV, channels]      a chunk's part of ddt_bias or dg_gamma, of dA_log
+    double* written = nullptr;  // [slabs, rows, heads, channels]   q∘dq − k∘dk
+    double* erase = nullptr;    // [slabs, rows, heads, channels]   p∘dp
+    double* dstates = nullptr;  // [slots, heads, slabs, a block's lanes' parts]   dS at the ends of chunks
+    double* ends = nullptr;     // [slabs, slots, heads, channels]  rowsum(S∘dS) there
+    double* shares = nullptr;   // [2, slots, heads, channels]      a chunk's part of ddt_bias or dg_gamma, of dA_log
     std::size_t shares_bytes = 0;
 
     Index rows = 0, slots = 0, row_slots = 0;  // row_slots: of a batch row
-    int slabs = 0, channels = 1;               // channels: K, or 1
+    int heads = 0, slabs = 0, channels = 1;    // channels: K, or 1
 
-    // Of chunk c of a sequence.
-    __host__ __device__ Index slot(const DeltaSequence& s, Index n, Index c, bool packed) const {
-        return (packed ? s.begin / chunk + n : s.batch * row_slots) + c;
+    // Of a value head of a call's n-th sequence.
+    __device__ TokenRows rows_of(const DeltaCall& call, const DeltaSequence& s, Index n, bool packed, int hv) const {
+        return {(s.batch * call.tokens + s.begin) * call.heads + hv,
+                (packed ? s.begin / chunk_rows + n : s.batch * row_slots) * call.heads + hv, call.heads};
     }
 };
 
@@ -59,20 +67,12 @@ inline GradientViews gradient_views(const core::DeltaGradients& grad) {
 // The walk forward: results, or what the backward pass needs.
 struct WalkOutputs {
     View o, final_state, states;
-    double* erased;  // [B·T, HV, V] v − Eᵀp of each token, or v; null: not wanted
+    double* erased;  // [rows, heads, V] v − Eᵀp of each token, or v; null: not wanted
 };
-int walk_slabs(const DeltaCall& call);         // of value columns
-Index walk_state_size(const DeltaCall& call);  // elements of the state of a slab
+int walk_slabs(const DeltaCall& call);  // of value columns
 void launch_walk(const DeltaCall& call, const DeltaSequences& sequences, const WalkOutputs& out, cudaStream_t stream);
 
-// The three walks over the tokens: e; dS backwards, with dw and dk; S once more, with dq and dp.
-void launch_walk_back(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                      const GradientMemory& memory, cudaStream_t stream);
-// What has no state: from gradients of folded keys, values and gates to those of the operands. Of all sequences.
-void launch_unfold_tokens(const DeltaCall& call, Index rows, const GradientViews& grad, const GradientMemory& memory,
-                          cudaStream_t stream);
-void launch_unfold_token_gates(const DeltaCall& call, const DeltaSequences& sequences, const GradientViews& grad,
-                               const GradientMemory& memory, cudaStream_t stream);
+// Sums of the shares of all chunks, to the gradients of a gate's parameters.
 void launch_sum_shares(const DeltaCall& call, const GradientViews& grad, const GradientMemory& memory,
                        cudaStream_t stream);
 

@@ -1,5 +1,5 @@
 // A walk over the tokens of one value head in f64, for some value columns of its state: what the passes of tokens/
-// share. A block has 8 warps, a lane 8 rows × 4 columns of the state in registers:
+// share. A block has 8 warps, or 16, a lane 8 rows × 4 columns of the state in registers:
 //
 //     lane = row groups·(column group) + row group
 //     rows     row group + row groups·r,  r < 8        so that neighbours read neighbours
@@ -12,19 +12,23 @@
 #include <cstddef>
 
 #include "engines/cuda/delta_rule/gate.h"
+#include "engines/cuda/delta_rule/tokens/gradients.h"
+#include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 
-template <int keys>
+template <int keys, int of_warps = 8>
 struct WalkShape {
-    static constexpr int K = keys, warps = 8, threads = 32 * warps, R = 8, C = 4;
+    static constexpr int K = keys, warps = of_warps, threads = 32 * warps, R = 8, C = 4;
     static constexpr int row_groups = K / R, column_groups = 32 / row_groups;
     static constexpr int warp_columns = C * column_groups, slab = warps * warp_columns;
-    static constexpr int step = K == 256 ? 2 : 4;  // tokens
-    static constexpr int parts = K / 32;           // elements of a row of keys for each lane
-    static_assert(R * row_groups == K);
+    static constexpr int step = K == 256 ? 2 : 4;                       // tokens
+    static constexpr int at_once = warps / 4, rounds = step / at_once;  // of them that a warp of each kind folds
+    static constexpr int parts = K / 32;                                // elements of a row of keys for each lane
+    using State = double[R][C];                                         // a lane's part of one
+    static_assert(R * row_groups == K && rounds * at_once == step);
 };
 
 template <class S>
@@ -37,33 +41,44 @@ struct WalkMemory {
     static constexpr int forward_bytes = static_cast<int>(offsetof(WalkMemory, sums));
 };
 
+// A state of a tensor, [K, V] or [V, K].
+struct StateOfTensor {
+    const View& v;
+    Index offset, row, column;
+
+    __device__ double operator()(int m, int j) const {
+        return v ? static_cast<double>(load(v, offset + m * row + j * column)) : 0.0;
+    }
+};
+
 template <class S>
 class Walk {
   public:
     static constexpr int K = S::K, R = S::R, C = S::C;
+    using State = typename S::State;
 
-    __device__ Walk(const DeltaCall& call, const DeltaSequences& sequences)
-        : call(call), sequence(sequences[static_cast<int>(blockIdx.z)]), head(call, static_cast<int>(blockIdx.y)) {}
+    __device__ Walk(const DeltaCall& call, const DeltaSequence& sequence, int hv, int slab, const TokenRows& rows)
+        : call(call), sequence(sequence), rows(rows), head(call, hv), hv(hv), slab(slab) {}
 
     // --- a lane's part of a state
 
     template <class Visit>
-    __device__ void for_each(double (&state)[R][C], Visit&& visit) const {
+    __device__ void for_each(State& state, Visit&& visit) const {
         unrolled<R, C>([&](int r, int c) {
             visit(state[r][c], row(r), column + c, row(r) < call.key_size && column + c < call.value_size);
         });
     }
     __device__ int row(int r) const { return row_group + S::row_groups * r; }
 
-    // A state of a tensor, at `offset`; dim: which of its dimensions is K if `keys` are the rows.
-    __device__ void load_state(const View& v, Index offset, double (&state)[R][C]) const {
-        for_each(state, [&](double& x, int m, int j, bool inside) {
-            x = v && inside ? static_cast<double>(
-                                  load(v, offset + m * v.stride[call.state_row] + j * v.stride[call.state_column]))
-                            : 0.0;
-        });
+    // from(key channel, value column)
+    template <class From>
+    __device__ void load_state(const From& from, State& state) const {
+        for_each(state, [&](double& x, int m, int j, bool inside) { x = inside ? from(m, j) : 0.0; });
     }
-    __device__ void store_state(const View& v, Index offset, int row_dim, int column_dim, double (&state)[R][C]) const {
+    __device__ StateOfTensor state_of(const View& v) const {
+        return {v, state_offset(v), v.stride[call.state_row], v.stride[call.state_column]};
+    }
+    __device__ void store_state(const View& v, Index offset, int row_dim, int column_dim, State& state) const {
         for_each(state, [&](double x, int m, int j, bool inside) {
             if (inside) store(v, offset + m * v.stride[row_dim] + j * v.stride[column_dim], static_cast<float>(x));
         });
@@ -73,48 +88,24 @@ class Walk {
     // --- tokens
 
     __device__ Index offset(const View& v, Index t, int of_head) const { return sequence.row(v, t, of_head); }
-    // The row of token t in tensors of the workspace, [B·T, HV, ..].
-    __device__ Index token_row(Index t) const {
-        return (sequence.batch * call.tokens + sequence.begin + t) * call.heads + hv;
-    }
 
-    // What the caller gave of a step's tokens. A warp has rows of one kind: q, k, p or the gate with β.
-    struct Given {
-        float x[S::step / 2][S::parts];
-        float beta[S::step / 2];
-    };
-    __device__ Given load_given(Index first) const {
-        Given given{};
-        const int kind = warp % 4;
-        unrolled<S::step / 2>([&](int w) {
-            const Index t = first + warp / 4 + 2 * w;
-            if (t < 0 || t >= sequence.count) return;
-            if (kind == 3) {
-                if (call.g) {
-                    const bool channel = call.gate == core::Gate::channel;
-                    load_parts(call.g, offset(call.g, t, hv), channel ? call.g.stride[3] : 0, given.x[w]);
-                }
-                given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
-            } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
-                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
-            }
-        });
-        return given;
-    }
-    __device__ void fold(const Given& given) const {
-        const int kind = warp % 4;
-        if (kind == 2 && !call.own_p) return;
-        unrolled<S::step / 2>([&](int w) {
-            const int i = warp / 4 + 2 * w;
-            if (kind == 3)
-                fold_gate(given.x[w], given.beta[w], i);
-            else
-                fold_key(given.x[w],
-                         kind == 0   ? memory.q[i]
-                         : kind == 1 ? memory.k[i]
-                                     : memory.p[i],
-                         kind == 0 ? call.scale : 1.0);
-        });
+    // take(first token, how many) for steps of folded tokens in their order, or from the last on.
+    template <bool reverse, class Values, class Take>
+    __device__ void for_each_step(Values& values, const Take& take) const {
+        const Index steps = (sequence.count + S::step - 1) / S::step;
+        const auto first_of = [&](Index n) { return (reverse ? steps - 1 - n : n) * S::step; };
+        Given given = load_given(first_of(0));
+        values.load(first_of(0));
+        for (Index n = 0; n < steps; ++n) {
+            const Index first = first_of(n);
+            fold(given);
+            values.store();
+            __syncthreads();
+            given = load_given(first_of(n + 1));
+            values.load(first_of(n + 1));
+            take(first, static_cast<int>(min(sequence.count - first, Index(S::step))));
+            __syncthreads();
+        }
     }
     // Row of the keys that are erased along.
     __device__ const double* erase_key(int i) const { return call.own_p ? memory.p[i] : memory.k[i]; }
@@ -146,7 +137,7 @@ class Walk {
         x[3] = high ? b : d;
     }
     // Σ_rows row·state.
-    __device__ void multiply(const double* of_row, const double (&state)[R][C], double (&out)[C]) const {
+    __device__ void multiply(const double* of_row, const State& state, double (&out)[C]) const {
         unrolled<C>([&](int c) { out[c] = 0; });
         unrolled<R>([&](int r) {
             const double x = of_row[row(r)];
@@ -155,14 +146,14 @@ class Walk {
         sum_over_rows(out);
     }
     // state ← factor∘state
-    __device__ void scale_rows(const double* factor, double (&state)[R][C]) const {
+    __device__ void scale_rows(const double* factor, State& state) const {
         unrolled<R>([&](int r) {
             const double x = factor[row(r)];
             unrolled<C>([&](int c) { state[r][c] *= x; });
         });
     }
     // state ← state + row columnᵀ
-    __device__ void add_product(const double* of_row, const double (&of_column)[C], double (&state)[R][C]) const {
+    __device__ void add_product(const double* of_row, const double (&of_column)[C], State& state) const {
         unrolled<R>([&](int r) {
             const double x = of_row[row(r)];
             unrolled<C>([&](int c) { state[r][c] = fma(x, of_column[c], state[r][c]); });
@@ -196,20 +187,60 @@ class Walk {
 
     const DeltaCall& call;
     const DeltaSequence sequence;
+    const TokenRows rows;
     WalkMemory<S>& memory = *reinterpret_cast<WalkMemory<S>*>(ptx::shared_memory());
     const HeadGate head;
-    const int hv = static_cast<int>(blockIdx.y), slab = static_cast<int>(blockIdx.x),
-              warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
-              row_group = lane % S::row_groups;
+    const int hv, slab, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+                        row_group = lane % S::row_groups;
     // The lane's first, of the slab and of all.
     const int own_column = warp * S::warp_columns + lane / S::row_groups * C, column = slab * S::slab + own_column;
+    const bool erases = call.erase != core::Erase::nothing,
+               before_decay = call.erase == core::Erase::from_previous_state;
 
   private:
+    // What the caller gave of a step's tokens. A warp has rows of one kind: q, k, p or the gate with β.
+    struct Given {
+        float x[S::rounds][S::parts];
+        float beta[S::rounds];
+    };
+    __device__ Given load_given(Index first) const {
+        Given given{};
+        const int kind = warp % 4;
+        unrolled<S::rounds>([&](int w) {
+            const Index t = first + warp / 4 + S::at_once * w;
+            if (t < 0 || t >= sequence.count) return;
+            if (kind == 3) {
+                if (call.g) {
+                    const bool channel = call.gate == core::Gate::channel;
+                    load_parts(call.g, offset(call.g, t, hv), channel ? call.g.stride[3] : 0, given.x[w]);
+                }
+                given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
+            } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
+                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
+            }
+        });
+        return given;
+    }
     __device__ void load_parts(const View& v, Index at, Index step, float (&out)[S::parts]) const {
         with_type(v, [&](const auto* data) {
             unrolled<S::parts>([&](int i) {
                 out[i] = lane + 32 * i < call.key_size ? to_float(data[at + (lane + 32 * i) * step]) : 0.0F;
             });
+        });
+    }
+    __device__ void fold(const Given& given) const {
+        const int kind = warp % 4;
+        if (kind == 2 && !call.own_p) return;
+        unrolled<S::rounds>([&](int w) {
+            const int i = warp / 4 + S::at_once * w;
+            if (kind == 3)
+                fold_gate(given.x[w], given.beta[w], i);
+            else
+                fold_key(given.x[w],
+                         kind == 0   ? memory.q[i]
+                         : kind == 1 ? memory.k[i]
+                                     : memory.p[i],
+                         kind == 0 ? call.scale : 1.0);
         });
     }
     __device__ void fold_key(const float (&x)[S::parts], double* to, double factor) const {
@@ -236,20 +267,114 @@ class Walk {
     }
 };
 
-// A row of values for each token of a step, an element for each thread and round.
-template <class S>
+// Rows of values of a step's tokens, an element for each thread and round: of a tensor, then of the workspace.
+template <class S, int kinds>
 struct StepValues {
     static constexpr int rounds = (S::step * S::slab + S::threads - 1) / S::threads;
-    static_assert(S::step * S::slab <= S::threads * rounds);
 
+    const Walk<S>& my;
+    const View& tensor;
+    const double* saved[2];
+    float given[rounds];
+    double x[2][rounds];
+
+    __device__ StepValues(const Walk<S>& walk, const View& of, const double* first = nullptr,
+                          const double* second = nullptr)
+        : my(walk), tensor(of), saved{first, second} {}
+
+    __device__ void load(Index first) {
+        for_each([&](int n, int i, int j) {
+            const Index t = first + i;
+            const int column = my.slab * S::slab + j;
+            const bool inside = t >= 0 && t < my.sequence.count && column < my.call.value_size;
+            given[n] =
+                inside && tensor ? cuda::load(tensor, my.offset(tensor, t, my.hv) + column * tensor.stride[3]) : 0.0F;
+            const Index at = my.rows.token(t) * my.call.value_size + column;
+            unrolled<kinds - 1>([&](int kind) { x[kind][n] = inside ? saved[kind][at] : 0.0; });
+        });
+    }
+    __device__ void store() const {
+        for_each([&](int n, int i, int j) {
+            my.memory.values[0][i][j] = static_cast<double>(given[n]);
+            unrolled<kinds - 1>([&](int kind) { my.memory.values[1 + kind][i][j] = x[kind][n]; });
+        });
+    }
+
+  private:
     template <class Visit>  // visit(round, token of the step, column of the slab)
-    static __device__ void for_each(Visit&& visit) {
+    __device__ static void for_each(Visit&& visit) {
         unrolled<rounds>([&](int n) {
             const int u = static_cast<int>(threadIdx.x) + n * S::threads;
             if (u < S::step * S::slab) visit(n, u / S::slab, u % S::slab);
         });
     }
 };
+
+// The walk from the start: results, or the values before β that the backward pass needs.
+template <class S>
+struct ForwardWalk {
+    const Walk<S> my;
+    const WalkOutputs& out;
+    const Index interval;  // of states on the way
+
+    __device__ void run(typename S::State& state) const {
+        const bool is_padding = my.sequence.state < 0;
+        StepValues<S, 1> values(my, my.call.v);
+        my.template for_each_step<false>(values, [&](Index first, int tokens) {
+            for (int i = 0; i < tokens; ++i) {
+                if (out.states && (first + i) % interval == 0) store_state(first + i, state);
+                step(first + i, i, is_padding, state);
+            }
+        });
+    }
+
+  private:
+    __device__ void store_state(Index t, typename S::State& state) const {
+        const View& to = out.states;
+        const Index which = my.sequence.first_saved + t / interval;
+        my.store_state(to, my.sequence.batch * to.stride[0] + which * to.stride[1] + my.hv * to.stride[2],
+                       my.call.state_row + 1, my.call.state_column + 1, state);
+    }
+    __device__ void step(Index t, int i, bool is_padding, typename S::State& state) const {
+        double e[S::C], seen[S::C], written[S::C];
+        my.columns_of(my.memory.values[0][i], e);
+        if (!my.before_decay) my.scale_rows(my.memory.decay[i], state);
+        if (my.erases) {
+            my.multiply(my.erase_key(i), state, seen);
+            unrolled<S::C>([&](int c) { e[c] -= seen[c]; });
+        }
+        if (my.before_decay) my.scale_rows(my.memory.decay[i], state);
+        unrolled<S::C>([&](int c) { written[c] = my.memory.beta[i] * e[c]; });
+        my.add_product(my.memory.k[i], written, state);
+        if (out.erased) {
+            double* to = out.erased + my.rows.token(t) * my.call.value_size;
+            my.share_columns(e, [&](int j, double x) { to[j] = x; });
+        }
+        if (!out.o) return;
+        double o[S::C];
+        my.multiply(my.memory.q[i], state, o);
+        const Index row = my.offset(out.o, t, my.hv);
+        my.share_columns(o, [&](int j, double x) {
+            store(out.o, row + j * out.o.stride[3], is_padding ? 0.0F : static_cast<float>(x));
+        });
+    }
+};
+
+// A block has a slab of columns of a value head of a sequence.
+template <class S>
+Grid walk_grid(const DeltaCall& call, const DeltaSequences& sequences, int shared_bytes) {
+    return {{static_cast<unsigned>((call.value_size + S::slab - 1) / S::slab), static_cast<unsigned>(call.heads),
+             static_cast<unsigned>(sequences.count)},
+            S::threads,
+            shared_bytes};
+}
+template <class S>
+__device__ Walk<S> walk_of_block(const DeltaCall& call, const DeltaSequences& sequences, const GradientMemory& memory) {
+    const int n = static_cast<int>(blockIdx.z), hv = static_cast<int>(blockIdx.y);
+    const DeltaSequence s = sequences[n];
+    return {call, s, hv, static_cast<int>(blockIdx.x),
+            memory.rows_of(call, s, sequences.first + n, sequences.packed, hv)};
+}
 
 // [keys] is what a state's rows are filled up to.
 template <class Launch>
