@@ -6,50 +6,60 @@
 
 namespace softdelta::cuda {
 
-// copy_rows(), where a full chunk is copied without a question for each row.
-template <class T, int columns, int panel_rows>
-__device__ void copy_full_rows(const Tile<T, columns, panel_rows>& tile, const View& view, const Sequence& s, Index c,
-                               int head, int first, int count, int size, int thread, int threads) {
-    constexpr int units = columns / 8;
-    const int u = thread % units, first_row = thread / units, rows_at_once = threads / units;
-    const auto* data = static_cast<const T*>(view.data);
-    const T* from = data + s.row(view, c * chunk_rows + first_row, head) + first + 8 * u;
-    const bool inside = first + 8 * u < size;
-    const Index step = rows_at_once * view.stride[1];
-    if (count >= chunk_rows && inside) {
-#pragma unroll
-        for (int row = 0; row < chunk_rows; row += rows_at_once) {
-            ptx::copy_async(tile.unit(first_row + row, u), from, true);
-            from += step;
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int row = first_row; row < chunk_rows; row += rows_at_once) {
-        const bool take = inside && row < count;
-        ptx::copy_async(tile.unit(row, u), take ? from : data, take);
-        from += step;
-    }
-}
+// What one of some threads copies of a head's rows, columns from `first` on, chunk after chunk: its places are found
+// once. Eight threads have a row of each panel of 64 columns.
+template <class T, int columns, int threads>
+class RowCopies {
+    static constexpr int rows_at_once = threads / 8;
+    static_assert(rows_at_once % 8 == 0);  // a thread's units lie alike
 
-// Rows of chunk c of a head, a multiple of the row's units in threads, columns from `first` on, in the background;
-// zeros where there are none.
-template <class T, int columns, int panel_rows>
-__device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const Sequence& s, Index c,
-                          int head, int first, int size, int thread, int threads) {
-    using Rows = Tile<T, columns, panel_rows>;
-    const int count = static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));
-    const int u = thread % Rows::units, rows_at_once = threads / Rows::units;
-    const bool inside = first + 8 * u < size;
-    const auto* data = static_cast<const T*>(from.data);
-    const auto* row_data = data + s.row(from, c * chunk_rows, head) + first + 8 * u;
-    const Index step = rows_at_once * from.stride[1];
-    row_data += thread / Rows::units * from.stride[1];
-    for (int row = thread / Rows::units; row < chunk_rows; row += rows_at_once) {
-        const bool take = inside && row < count;
-        ptx::copy_async(tile.unit(row, u), take ? row_data : data, take);
-        row_data += step;
+  public:
+    __device__ RowCopies(const View& view, const Sequence& s, int head, int first, int size, int thread)
+        : view_(view),
+          from_(static_cast<const T*>(view.data) + s.row(view, thread / 8, head) + first + 8 * (thread % 8)),
+          left_(size - first) {}
+
+    // Rows of chunk c, of which so many exist, in the background; zeros where there are none.
+    template <int panel_rows>
+    __device__ void copy(const Tile<T, columns, panel_rows>& tile, Index c, int rows, int thread) const {
+        constexpr int panels = columns / 64, panel_bytes = panel_rows > 0 ? panel_rows * 128 : 128,
+                      step_bytes = rows_at_once * (panel_rows > 0 ? 128 : tile.row_bytes);
+        std::uint32_t to = tile.unit(thread / 8, thread % 8);
+        const T* from = from_ + c * (chunk_rows * view_.stride[1]);
+        const Index step = rows_at_once * view_.stride[1];
+        if (rows >= chunk_rows && left_ >= columns) {
+            unrolled<chunk_rows / rows_at_once>([&](int i) {
+                unrolled<panels>([&](int p) {
+                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * panel_bytes), from + 64 * p,
+                                    true);
+                });
+                from += step;
+            });
+            return;
+        }
+        const int column = 8 * (thread % 8);
+#pragma unroll 1
+        for (int row = thread / 8; row < chunk_rows; row += rows_at_once, from += step, to += step_bytes)
+#pragma unroll 1
+            for (int p = 0; p < panels; ++p) {
+                const bool take = row < rows && column + 64 * p < left_;
+                ptx::copy_async(to + static_cast<std::uint32_t>(p * panel_bytes), take ? from + 64 * p : view_.data,
+                                take);
+            }
     }
+
+  private:
+    const View& view_;
+    const T* from_;
+    const int left_;  // columns
+};
+
+// The same of one chunk.
+template <int threads, class T, int columns, int panel_rows>
+__device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const Sequence& s, Index c,
+                          int head, int first, int size, int thread) {
+    const int rows = static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));
+    RowCopies<T, columns, threads>(from, s, head, first, size, thread).copy(tile, c, rows, thread);
 }
 
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
@@ -129,12 +139,6 @@ __device__ bool has_nonfinite_values(const Values& tile, int warp, int lane) {
 }
 
 // Bytes as they lie.
-__device__ inline void copy_bytes(std::uint32_t to, const char* from, int bytes, int thread, int threads) {
-    for (int i = 16 * thread; i < bytes; i += 16 * threads)
-        ptx::copy_async(to + static_cast<std::uint32_t>(i), from + i, true);
-}
-
-// The same of a number of bytes that is known.
 template <int bytes, int threads>
 __device__ inline void copy_bytes(std::uint32_t to, const char* from, int thread) {
     constexpr int at_once = 16 * threads;

@@ -48,9 +48,9 @@ class BackwardFold {
         if (rows_ <= 0) return;
         const GivenTokens given(call_, s_, warp_ == 0 ? c_ : s_.count, hv_, lane_);
         const int h = call_.key_head(hv_);
-        copy_full_rows(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
-        copy_full_rows(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
-        if (own_p) copy_full_rows(p(), call_.p, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        copy_rows<threads>(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_);
+        copy_rows<threads>(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_);
+        if (own_p) copy_rows<threads>(p(), call_.p, s_, c_, h, 0, call_.key_size, thread_);
         ChunkFlags& flags = saved_.flags_of(slot_, hv_);
         if (thread_ == 0) {
             flags = {};

@@ -67,8 +67,8 @@ class ChannelFold {
     __device__ void run() {
         if (rows_ <= 0) return;
         const int h = call_.key_head(hv_);
-        copy_full_rows<T>(q(), call_.q, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
-        copy_full_rows<T>(k(), call_.k, s_, c_, h, 0, rows_, call_.key_size, thread_, threads);
+        copy_rows<threads>(q(), call_.q, s_, c_, h, 0, call_.key_size, thread_);
+        copy_rows<threads>(k(), call_.k, s_, c_, h, 0, call_.key_size, thread_);
         for (int i = thread_; i < static_cast<int>(sizeof(ChunkFactors) / 4); i += threads)
             reinterpret_cast<int*>(&small_.factors)[i] = 0;
         if (thread_ < 4) small_.steep[thread_] = 0;

@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         if (c * chunk_rows >= s.count) return;
         const int hv = static_cast<int>(blockIdx.y), h = call.key_head(hv), thread = static_cast<int>(threadIdx.x);
         const SharedFoldTiles<T, K> tiles = Layout::tiles();
-        if (scores) copy_rows(tiles.q, call.q, s, c, h, 0, call.key_size, thread, threads);
-        if (scores || erases || call.l2norm) copy_rows(tiles.k, call.k, s, c, h, 0, call.key_size, thread, threads);
-        if (own_p) copy_rows(tiles.p, call.p, s, c, h, 0, call.key_size, thread, threads);
+        if (scores) copy_rows<threads>(tiles.q, call.q, s, c, h, 0, call.key_size, thread);
+        if (scores || erases || call.l2norm) copy_rows<threads>(tiles.k, call.k, s, c, h, 0, call.key_size, thread);
+        if (own_p) copy_rows<threads>(tiles.p, call.p, s, c, h, 0, call.key_size, thread);
         const Fold fold(call, s, hv, thread);
         const auto given = fold.load_given(c);
         ptx::wait_for_copies();

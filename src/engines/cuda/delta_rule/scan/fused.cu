@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(32 * warps, 1)
             for (int c = -2; c < chunks; ++c) {
                 if (warp < 4) {
                     if (c + 2 < chunks) {
-                        copy_rows(shared.key(c + 2, 0), call.q, s, c + 2, h, 0, call.key_size, thread, threads);
-                        copy_rows(shared.key(c + 2, 1), call.k, s, c + 2, h, 0, call.key_size, thread, threads);
+                        copy_rows<threads>(shared.key(c + 2, 0), call.q, s, c + 2, h, 0, call.key_size, thread);
+                        copy_rows<threads>(shared.key(c + 2, 1), call.k, s, c + 2, h, 0, call.key_size, thread);
                         if (own_p)
-                            copy_rows(shared.key(c + 2, 2), call.p, s, c + 2, h, 0, call.key_size, thread, threads);
+                            copy_rows<threads>(shared.key(c + 2, 2), call.p, s, c + 2, h, 0, call.key_size, thread);
                     }
                     if (c >= -1 && c + 1 < chunks)
-                        copy_rows(shared.value(c + 1), call.v, s, c + 1, hv, first_column, call.value_size, thread,
-                                  threads);
+                        copy_rows<threads>(shared.value(c + 1), call.v, s, c + 1, hv, first_column, call.value_size,
+                                           thread);
                 }
                 if (c >= 0) scan.take(c, shared.for_scan(c));
                 if (warp < 4) {

@@ -56,18 +56,18 @@ struct ChunkCopy {
         const int h = call.key_head(hv);
         const char* record = folded.record(s.first_slot + c, hv, Record::bytes);
         if constexpr (keys == Keys::with_gates) {
-            copy_bytes(tiles.read.base, record + Record::read, 3 * Record::key_bytes, thread, threads);
+            copy_bytes<3 * Record::key_bytes, threads>(tiles.read.base, record + Record::read, thread);
         } else {
-            copy_rows(tiles.read, call.q, s, c, h, 0, call.key_size, thread, threads);
-            copy_rows(tiles.write, call.k, s, c, h, 0, call.key_size, thread, threads);
+            copy_rows<threads>(tiles.read, call.q, s, c, h, 0, call.key_size, thread);
+            copy_rows<threads>(tiles.write, call.k, s, c, h, 0, call.key_size, thread);
             if constexpr (keys == Keys::own_p)
-                copy_rows(tiles.erase, call.p, s, c, h, 0, call.key_size, thread, threads);
+                copy_rows<threads>(tiles.erase, call.p, s, c, h, 0, call.key_size, thread);
         }
-        copy_rows(tiles.values, call.v, s, c, hv, first_column, call.value_size, thread, threads);
+        copy_rows<threads>(tiles.values, call.v, s, c, hv, first_column, call.value_size, thread);
         constexpr int solve_end = keys == Keys::only_written ? Record::solve : Record::factors;
-        copy_bytes(tiles.score.base, record, solve_end, thread, threads);
-        copy_bytes(tiles.score.base + Record::factors, record + Record::factors, Record::small_bytes - Record::factors,
-                   thread, threads);
+        copy_bytes<solve_end, threads>(tiles.score.base, record, thread);
+        copy_bytes<Record::small_bytes - Record::factors, threads>(tiles.score.base + Record::factors,
+                                                                   record + Record::factors, thread);
     }
 };
 

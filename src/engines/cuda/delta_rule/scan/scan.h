@@ -41,8 +41,6 @@ struct ChunkScan {
         if constexpr (keeps) my.keep_state(tiles.factors->by_token, nonfinite, kept);
         if (tiles.factors->by_token != 0 || nonfinite)
             my.take_chunk_by_token(c);
-        else if constexpr (warpgroups)
-            take_chunk_by_warpgroup(c, tiles, kept);
         else
             take_chunk(c, tiles, kept);
     }
@@ -50,65 +48,12 @@ struct ChunkScan {
     __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
         const ChunkFactors& f = *tiles.factors;
         const int pair = 2 * (my.lane % 4);
-        std::uint32_t state[K / 16][4], u[C / 16][4];
-        to_left<T>(state, my.state);
-
-        float x[C / 8][4] = {};
-        if (erases) add_transposed<T>(x, state, tiles.erase, false, my.lane);
-        unrolled<C / 16>([&](int n) {
-            std::uint32_t value[4];
-            tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
-            unrolled<4>([&](int m) {
-                float(&to)[4] = x[2 * n + m / 2];
-                const int token = 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(value[m], T());
-                to[2 * (m % 2)] = rest<channel>(both.x, f.erase[token], to[2 * (m % 2)]);
-                to[2 * (m % 2) + 1] = rest<channel>(both.y, f.erase[token + 1], to[2 * (m % 2) + 1]);
-            });
-        });
-        float U[C / 8][4] = {};
-        if (erases) {
-            to_left<T>(u, x);
-            add_transposed<T>(U, u, tiles.solve, true, my.lane);
-        } else {
-            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
-        }
-        if constexpr (keeps) {
-            to_left<T>(u, U);
-            my.keep_values(tiles.values, u, kept);
-        }
-        if (my.out.o) {
-            clear(x);
-            add_transposed<T>(x, state, tiles.read, false, my.lane);
-            if constexpr (!channel) {
-                unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= f.read[8 * n + pair + i % 2]; });
-            }
-            to_left<T>(u, U);
-            add_transposed<T>(x, u, tiles.score, true, my.lane);
-            store_outputs(c, tiles, x);
-        }
-        if constexpr (channel) {
-            unrolled<K / 8, 4>([&](int n, int i) { my.state[n][i] *= tiles.last[8 * n + pair + i % 2]; });
-        } else {
-            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] *= f.write[8 * n + pair + i % 2]; });
-            unrolled<K / 8, 4>([&](int n, int i) { my.state[n][i] *= f.last; });
-        }
-        to_left<T>(u, U);
-        unrolled<C / 16>([&](int depth) { add_product<T>(my.state, u[depth], tiles.write, depth, 0, my.lane); });
-    }
-
-    // The same, by a warpgroup whose products run in the background.
-    __device__ void take_chunk_by_warpgroup(int c, const Tiles& tiles, Index kept) {
-        const ChunkFactors& f = *tiles.factors;
-        const int pair = 2 * (my.lane % 4);
-        std::uint32_t state[K / 16][4], u[C / 16][4];
-        float x[C / 8][4] = {};
+        std::uint32_t state[K / 16][4], u[C / 16][4], written[C / 16][4];
+        float x[C / 8][4] = {}, o[C / 8][4] = {};
         to_left<T>(state, my.state);
         if constexpr (erases) {
-            ptx::begin_products(state, x);
-            begin_transposed<T>(x, state, tiles.erase, true);
-            ptx::commit_products();
-            ptx::wait_for_products<0>(x);
+            begin_transposed(x, state, tiles.erase, false);
+            wait<0>(x);
         }
         unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
@@ -124,36 +69,53 @@ struct ChunkScan {
         if constexpr (erases) {
             to_left<T>(u, x);
             clear(x);
-            ptx::begin_products(u, x);
-            begin_transposed<T>(x, u, tiles.solve, true);
-            ptx::commit_products();
-            ptx::wait_for_products<0>(x);
+            begin_transposed(x, u, tiles.solve, true);
+            wait<0>(x);
         }
-        std::uint32_t written[C / 16][4];
         to_left<T>(u, x);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
         });
         to_left<T>(written, x);
-        float o[C / 8][4] = {};
-        ptx::begin_products(state, o, written);
-        begin_transposed<T>(o, state, tiles.read, true);
-        ptx::commit_products();
+        const bool reads = warpgroups || my.out.o;
+        if (reads) begin_transposed(o, state, tiles.read, false, written);
         if constexpr (keeps) my.keep_values(tiles.values, u, kept);
         unrolled<K / 8, 4>(
             [&](int n, int i) { my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last; });
-        ptx::wait_for_products<0>(o);
+        wait<0>(o);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
         });
-        ptx::begin_products(u, o, written, my.state);
-        begin_transposed<T>(o, u, tiles.score, true);
-        ptx::commit_products();
-        begin_product<T>(my.state, written, tiles.write, true);
-        ptx::commit_products();
-        ptx::wait_for_products<1>(o);
+        if (reads) begin_transposed(o, u, tiles.score, true, written, my.state);
+        if constexpr (warpgroups) {
+            begin_product<T>(my.state, written, tiles.write, true);
+            ptx::commit_products();
+        }
+        wait<1>(o);
         if (my.out.o) store_outputs(c, tiles, o);
-        ptx::wait_for_products<0>(my.state);
+        if constexpr (!warpgroups)
+            unrolled<C / 16>(
+                [&](int depth) { add_product<T>(my.state, written[depth], tiles.write, depth, 0, my.lane); });
+        wait<0>(my.state);
+    }
+
+    // x += left·rightᵀ, by a warpgroup in the background; right may be a lower triangle. others: what products after it
+    // read and write.
+    template <int depths, class Right, class... Others>
+    __device__ void begin_transposed(float (&x)[C / 8][4], std::uint32_t (&left)[depths][4], const Right& right,
+                                     bool triangular, Others&... others) const {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, x, others...);
+            cuda::begin_transposed<T>(x, left, right, true);
+            ptx::commit_products();
+        } else {
+            add_transposed<T>(x, left, right, triangular, my.lane);
+        }
+    }
+    // Until so many groups of products run.
+    template <int running, int n>
+    __device__ static void wait(float (&x)[n][4]) {
+        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
     }
 
     // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.

@@ -21,7 +21,7 @@ struct UnfoldCopies {
 
     __device__ void keys(const ChunkPlace& at, unsigned step) const {
         const auto copy = [&](unsigned which, const View& from) {
-            copy_rows(my.key(step, which), from, at.tokens, 0, at.h, 0, my.call.key_size, my.thread, threads);
+            copy_rows<threads>(my.key(step, which), from, at.tokens, 0, at.h, 0, my.call.key_size, my.thread);
         };
         copy(0, my.call.q);
         copy(1, my.call.k);
@@ -29,10 +29,11 @@ struct UnfoldCopies {
     }
     __device__ void first(const ChunkPlace& at, int i, int turn) const {
         const int hv = my.call.value_head(at.h, i);
-        copy_rows(my.d_o(), my.grad.d_o, at.tokens, 0, hv, 0, my.grad.d_o ? my.call.value_size : 0, my.thread, threads);
+        copy_rows<threads>(my.d_o(), my.grad.d_o, at.tokens, 0, hv, 0, my.grad.d_o ? my.call.value_size : 0, my.thread);
         if (my.erases) tile(my.d_r(), my.saved.dr(at.slot, hv), C);
-        copy_bytes(ptx::shared_address(my.small.factors + turn), my.saved.record(at.slot, hv) + ChunkRecord::factors,
-                   static_cast<int>(sizeof(RowFactors)), my.thread, threads);
+        copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(ptx::shared_address(my.small.factors + turn),
+                                                                  my.saved.record(at.slot, hv) + ChunkRecord::factors,
+                                                                  my.thread);
     }
     __device__ void rest(const ChunkPlace& at, int i) const {
         const int hv = my.call.value_head(at.h, i);

@@ -82,7 +82,47 @@ class ColumnScan {
                             v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
     }
 
-    // --- products
+    // --- products, by a warpgroup in the background
+
+    // x = left·rightᵀ; right may be a lower triangle.
+    template <int depths, class Right>
+    __device__ void begin_transposed(float (&x)[C / 8][4], std::uint32_t (&left)[depths][4], const Right& right,
+                                     bool triangular = false) const {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, x);
+            cuda::begin_transposed<T>(x, left, right);
+            ptx::commit_products();
+        } else {
+            clear(x);
+            add_transposed<T>(x, left, right, triangular, lane);
+        }
+    }
+    // x = left·right, a lower triangle.
+    __device__ void begin_lower(float (&x)[C / 8][4], std::uint32_t (&left)[C / 16][4], const Square& right) const {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, x);
+            begin_product<T>(x, left, right, false);
+            ptx::commit_products();
+        } else {
+            clear(x);
+            multiply_lower(left, right, x);
+        }
+    }
+    // state [16, K] += left [16, 64] right [64, K]
+    __device__ void begin_state(std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, state);
+            begin_product<T>(state, left, right, true);
+            ptx::commit_products();
+        } else {
+            unrolled<C / 16>([&](int depth) { add_product<T>(state, left[depth], right, depth, 0, lane); });
+        }
+    }
+    // Until so many groups of products run.
+    template <int running, int n>
+    __device__ static void wait(float (&x)[n][4]) {
+        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
+    }
 
     // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
     __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
@@ -95,12 +135,6 @@ class ColumnScan {
             ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
         });
     }
-    // state [16, K] += left [16, 64] right [64, K]
-    __device__ void add_to_state(const std::uint32_t (&left)[C / 16][4], const KeyRows& right,
-                                 float (&sums)[K / 8][4]) const {
-        unrolled<C / 16>([&](int depth) { add_product<T>(sums, left[depth], right, depth, 0, lane); });
-    }
-
     // x∘factor, of tokens
     __device__ void scale(float (&x)[C / 8][4], const float* factor) const {
         const int pair = 2 * (lane % 4);
@@ -214,7 +248,9 @@ class ColumnScan {
     // copy(c) of a thread: from the end q, then k, p of its own or the record's; rows of values; squares and factors.
     __device__ auto copies(const View& of_values, int thread) const {
         constexpr int k_tile = reverse ? 1 : 0;
-        const ChunkRows<T, slab> values(of_values, s, hv, first_column, of_values ? call.value_size : 0, thread);
+        constexpr int threads = 32 * copy_warps;
+        const RowCopies<T, slab, threads> values(of_values, s, hv, first_column, of_values ? call.value_size : 0,
+                                                 thread);
         if constexpr (channel) {
             return [this, thread, values](int c) {
                 using Record = FoldedChunk<128, true>;
@@ -232,7 +268,7 @@ class ColumnScan {
             };
         } else {
             const auto of = [&](const View& v) {
-                return ChunkRows<T, K>(v, s, call.key_head(hv), 0, call.key_size, thread);
+                return RowCopies<T, K, threads>(v, s, call.key_head(hv), 0, call.key_size, thread);
             };
             return [this, thread, values, q = of(call.q), k = of(call.k),
                     p = of(kind == KeyKind::own_p ? call.p : call.k)](int c) {

@@ -25,12 +25,7 @@ struct ScanFromEnd {
                 my.save_made(0, thread, my.saved.dr(my.first_slot + c, my.hv));
                 if (grad.dv) my.write_made(c, 1, thread, grad.dv);
             },
-            [&](int c) {
-                if constexpr (warpgroups)
-                    take_by_warpgroup(c);
-                else
-                    take(c);
-            },
+            [&](int c) { take(c); },
             [&] {
                 LaneState<K> state;
                 unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = my.state[n][i]; });
@@ -39,72 +34,22 @@ struct ScanFromEnd {
     }
 
     __device__ void take(int c) {
-        const Index slot = my.first_slot + c;
-        const bool by_record = my.m.goes_by_token(c), nonfinite = my.values_are_nonfinite(c);
-        if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, my.state);
-        save_state<T, K>(my.saved.dstate(slot, my.hv), my.own_column(), my.lane, state);
-        if (by_record || nonfinite)
-            take_chunk_by_token(c);
-        else
-            take_chunk(c, state);
-    }
-
-    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = my.m.factors(c);
         const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
-        const bool erases = channel || my.call.erase != core::Erase::nothing;
-        const int pair = 2 * (my.lane % 4);
-        const Index slot = my.first_slot + c;
-        std::uint32_t d_o[C / 16][4];
-        unrolled<C / 16>([&](int n) { my.m.values(c).load_transposed_result(d_o[n], 16 * n, 16 * my.warp, my.lane); });
-
-        float x[C / 8][4] = {};
-        add_transposed<T>(x, state, my.m.keys(c, 1), false, my.lane);
-        if constexpr (!channel) my.scale(x, f.write);
-        my.multiply_lower(d_o, my.m.square(c, 0), x);
-        std::uint32_t left[C / 16][4];
-        if (erases) {
-            to_left<T>(left, x);
-            clear(x);
-            my.multiply_lower(left, my.m.square(c, 1), x);
-        }
-        if (erases) {
-            my.save_rows(c, x, my.saved.dr(slot, my.hv));
-            my.scale(x, beta);
-        }
-        if (grad.dv) my.write_rows(c, x, grad.dv);
-
-        my.decay_state(c);
-        if constexpr (!channel) my.scale(d_o, f.read);
-        my.add_to_state(d_o, my.m.keys(c, 0), my.state);
-        if (!erases) return;
-        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= channel ? -1.0F : -f.erase[8 * n + pair + i % 2]; });
-        to_left<T>(left, x);
-        my.add_to_state(left, my.m.keys(c, kind == KeyKind::plain ? 1 : 2), my.state);
-    }
-
-    // The same, by a warpgroup whose products run in the background.
-    __device__ void take_by_warpgroup(int c) {
-        const RowFactors& f = my.m.factors(c);
-        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const bool erases = warpgroups || channel || my.call.erase != core::Erase::nothing;
         const int pair = 2 * (my.lane % 4);
         const Index slot = my.first_slot + c;
         float x[C / 8][4], y[C / 8][4];
         std::uint32_t state[K / 16][4], d_o[C / 16][4];
         to_left<T>(state, my.state);
         my.load_values(c, d_o);
-        ptx::begin_products(state, x, d_o, y);
-        begin_transposed<T>(x, state, my.m.keys(c, 1));
-        ptx::commit_products();
-        begin_product<T>(y, d_o, my.m.square(c, 0), false);
-        ptx::commit_products();
+        my.begin_transposed(x, state, my.m.keys(c, 1));
+        if constexpr (warpgroups) my.begin_lower(y, d_o, my.m.square(c, 0));
         const bool nonfinite = my.values_are_nonfinite(c);
         if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
         if (nonfinite || my.m.goes_by_token(c)) [[unlikely]] {
-            ptx::wait_for_products<0>(x);
-            ptx::keep_registers(y);
+            my.template wait<0>(x);
+            if constexpr (warpgroups) ptx::keep_registers(y);
             my.save_state_of(my.saved.dstate(slot, my.hv));
             take_chunk_by_token(c);
             if constexpr (staged) my.hand_on(c, false, [] {});
@@ -112,29 +57,34 @@ struct ScanFromEnd {
         }
         my.save_state_of(my.saved.dstate(slot, my.hv));
         my.decay_state(c);
-        std::uint32_t read[C / 16][4], left[C / 16][4];
+        std::uint32_t read[C / 16][4], left[C / 16][4], erased[C / 16][4];
         my.load_values(c, read);
         if constexpr (!channel) my.scale(read, f.read);
-        ptx::wait_for_products<1>(x);
+        my.template wait<1>(x);
         if constexpr (!channel) my.scale(x, f.write);
-        ptx::wait_for_products<0>(y);
-        unrolled<C / 8, 4>([&](int n, int i) { x[n][i] += y[n][i]; });
+        if constexpr (warpgroups) {
+            my.template wait<0>(y);
+            unrolled<C / 8, 4>([&](int n, int i) { x[n][i] += y[n][i]; });
+        } else {
+            my.multiply_lower(d_o, my.m.square(c, 0), x);
+        }
         to_left<T>(left, x);
-        ptx::begin_products(left, y, read, my.state);
-        begin_product<T>(y, left, my.m.square(c, 1), false);
-        ptx::commit_products();
-        begin_product<T>(my.state, read, my.m.keys(c, 0), true);
-        ptx::commit_products();
-        ptx::wait_for_products<1>(y);
-        unrolled<C / 8, 4>([&](int n, int i) {
-            x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
-        });
-        std::uint32_t erased[C / 16][4];
-        to_left<T>(erased, x);
-        ptx::begin_products(erased);
-        begin_product<T>(my.state, erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2), true);
-        ptx::commit_products();
-        const auto make_dv = [&] { unrolled<C / 8, 4>([&](int n, int i) { y[n][i] *= beta[8 * n + pair + i % 2]; }); };
+        if (erases)
+            my.begin_lower(y, left, my.m.square(c, 1));
+        else
+            unrolled<C / 8, 4>([&](int n, int i) { y[n][i] = x[n][i]; });
+        my.begin_state(read, my.m.keys(c, 0));
+        my.template wait<1>(y);
+        if (erases) {
+            unrolled<C / 8, 4>([&](int n, int i) {
+                x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
+            });
+            to_left<T>(erased, x);
+            my.begin_state(erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2));
+        }
+        const auto make_dv = [&] {
+            if (erases) my.scale(y, beta);
+        };
         if constexpr (staged) {
             my.hand_on(c, true, [&] {
                 my.give_rows(0, y);
@@ -142,13 +92,13 @@ struct ScanFromEnd {
                 my.give_rows(1, y);
             });
         } else {
-            my.save_rows(c, y, my.saved.dr(slot, my.hv));
+            if (erases) my.save_rows(c, y, my.saved.dr(slot, my.hv));
             if (grad.dv) {
                 make_dv();
                 my.write_rows(c, y, grad.dv);
             }
         }
-        ptx::wait_for_products<0>(my.state);
+        my.template wait<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {

@@ -19,83 +19,23 @@ struct ScanFromStart {
         my.run(
             my.call.initial_state, my.call.v,
             [&](int c, int thread) { my.save_made(0, thread, my.saved.u(my.first_slot + c, my.hv)); },
-            [&](int c) {
-                if constexpr (warpgroups)
-                    take_by_warpgroup(c);
-                else
-                    take(c);
-            },
-            [] {});
+            [&](int c) { take(c); }, [] {});
     }
 
     __device__ void take(int c) {
-        const Index slot = my.first_slot + c;
-        const bool by_record = my.m.goes_by_token(c), nonfinite = my.values_are_nonfinite(c);
-        if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
-        std::uint32_t state[K / 16][4];
-        to_left<T>(state, my.state);
-        save_state<T, K>(my.saved.state(slot, my.hv), my.own_column(), my.lane, state);
-        if (by_record || nonfinite)
-            take_chunk_by_token(c);
-        else
-            take_chunk(c, state);
-    }
-
-    __device__ void take_chunk(int c, const std::uint32_t (&state)[K / 16][4]) {
         const RowFactors& f = my.m.factors(c);
         const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
-        const bool erases = channel || my.call.erase != core::Erase::nothing;
-        const int pair = 2 * (my.lane % 4);
-        std::uint32_t left[C / 16][4];
-        float x[C / 8][4] = {};
-        if (erases) add_transposed<T>(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1), false, my.lane);
-        unrolled<C / 16>([&](int n) {
-            std::uint32_t value[4];
-            my.m.values(c).load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
-            unrolled<4>([&](int m) {
-                float(&to)[4] = x[2 * n + m / 2];
-                const int token = 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(value[m], T());
-                float* out = to + 2 * (m % 2);
-                if (erases) {
-                    out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
-                    out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
-                } else {
-                    out[0] = both.x;
-                    out[1] = both.y;
-                }
-            });
-        });
-        float U[C / 8][4] = {};
-        if (erases) {
-            to_left<T>(left, x);
-            add_transposed<T>(U, left, my.m.square(c, 0), true, my.lane);
-        } else {
-            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
-        }
-        my.save_rows(c, U, my.saved.u(my.first_slot + c, my.hv));
-        if constexpr (!channel) my.scale(U, f.write);
-        my.decay_state(c);
-        to_left<T>(left, U);
-        my.add_to_state(left, my.m.keys(c, 0), my.state);
-    }
-
-    // The same, by a warpgroup whose products run in the background.
-    __device__ void take_by_warpgroup(int c) {
-        const RowFactors& f = my.m.factors(c);
-        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const bool erases = warpgroups || channel || my.call.erase != core::Erase::nothing;
         const int pair = 2 * (my.lane % 4);
         const Index slot = my.first_slot + c;
         float x[C / 8][4], U[C / 8][4];
         std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
         to_left<T>(state, my.state);
-        ptx::begin_products(state, x);
-        begin_transposed<T>(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1));
-        ptx::commit_products();
+        if (erases) my.begin_transposed(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1));
         const bool nonfinite = my.values_are_nonfinite(c), by_record = my.m.goes_by_token(c);
         if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         if (nonfinite || by_record) [[unlikely]] {
-            ptx::wait_for_products<0>(x);
+            my.template wait<0>(x);
             my.save_state_of(my.saved.state(slot, my.hv));
             take_chunk_by_token(c);
             if constexpr (staged) my.hand_on(c, false, [] {});
@@ -104,30 +44,30 @@ struct ScanFromStart {
         my.save_state_of(my.saved.state(slot, my.hv));
         my.load_values(c, value);
         my.decay_state(c);
-        ptx::wait_for_products<0>(x);
+        my.template wait<0>(x);
         unrolled<C / 16, 4>([&](int n, int m) {
             const int token = 16 * n + 8 * (m / 2) + pair;
             const float2 both = ptx::unpack(value[n][m], T());
             float* out = x[2 * n + m / 2] + 2 * (m % 2);
-            out[0] = beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]);
-            out[1] = beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]);
+            out[0] = erases ? beta[token] * (both.x - (channel ? 1.0F : f.erase[token]) * out[0]) : both.x;
+            out[1] = erases ? beta[token + 1] * (both.y - (channel ? 1.0F : f.erase[token + 1]) * out[1]) : both.y;
         });
-        to_left<T>(left, x);
-        ptx::begin_products(left, U);
-        begin_transposed<T>(U, left, my.m.square(c, 0));
-        ptx::commit_products();
-        ptx::wait_for_products<0>(U);
+        if (erases) {
+            to_left<T>(left, x);
+            my.begin_transposed(U, left, my.m.square(c, 0), true);
+            my.template wait<0>(U);
+        } else {
+            unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
+        }
         unrolled<C / 8, 4>(
             [&](int n, int i) { x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2]; });
         to_left<T>(written, x);
-        ptx::begin_products(written, my.state);
-        begin_product<T>(my.state, written, my.m.keys(c, 0), true);
-        ptx::commit_products();
+        my.begin_state(written, my.m.keys(c, 0));
         if constexpr (staged)
             my.hand_on(c, true, [&] { my.give_rows(0, U); });
         else
             my.save_rows(c, U, my.saved.u(slot, my.hv));
-        ptx::wait_for_products<0>(my.state);
+        my.template wait<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {

@@ -24,47 +24,6 @@ struct ChannelFactors {
 };
 static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 
-// What a copying thread copies of a head's rows, chunk after chunk: its places are found once.
-template <class T, int columns>
-class ChunkRows {
-    static constexpr int threads = 32 * copy_warps, units = columns / 8, rows_at_once = threads / units;
-    static_assert(rows_at_once % 8 == 0);
-
-  public:
-    __device__ ChunkRows(const View& view, const DeltaSequence& s, int head, int first, int size, int thread)
-        : from_(static_cast<const T*>(view.data) + s.row(view, thread / units, head) + first + 8 * (thread % units)),
-          stride_(view.stride[1]),
-          row_(thread / units),
-          inside_(first + 8 * (thread % units) < size) {}
-
-    // Of chunk c, which has so many rows; zeros where there are none.
-    template <int panel_rows>
-    __device__ void copy(const Tile<T, columns, panel_rows>& tile, int c, int rows, int thread) const {
-        constexpr int step_bytes = rows_at_once * (panel_rows > 0 ? 128 : Tile<T, columns>::row_bytes);
-        const T* from = from_ + c * (chunk_rows * stride_);
-        const Index step = rows_at_once * stride_;
-        std::uint32_t to = tile.unit(row_, thread % units);
-        if (rows >= chunk_rows && inside_) {
-            unrolled<chunk_rows / rows_at_once>([&](int i) {
-                ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes), from, true);
-                from += step;
-            });
-            return;
-        }
-#pragma unroll 1
-        for (int row = row_; row < chunk_rows; row += rows_at_once, from += step, to += step_bytes) {
-            const bool take = inside_ && row < rows;
-            ptx::copy_async(to, take ? from : from_, take);
-        }
-    }
-
-  private:
-    const T* from_;
-    const Index stride_;
-    const int row_;
-    const bool inside_;
-};
-
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first;
 // warpgroups: four warps multiply together.
 template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>

@@ -7,48 +7,6 @@
 #include "engines/cuda/delta_rule/scan/warpgroup/stages.h"
 
 namespace softdelta::cuda::chunk_scan {
-// Rows of a head, by eights: eight threads have a row of each panel.
-template <class T, int columns, int copying>
-class RowCopies {
-    static constexpr int panels = columns / 64, rows_at_once = copying / 8;
-    static_assert(rows_at_once % 8 == 0);  // one swizzle
-
-  public:
-    __device__ RowCopies(const View& view, const DeltaSequence& s, int head, int first, int thread)
-        : view_(view),
-          from_(static_cast<const T*>(view.data) + s.row(view, thread / 8, head) + first + 8 * (thread % 8)) {}
-
-    // The next chunk, of which so many rows exist, and so many columns from its first on: zeros where there are none.
-    __device__ void copy(const Tile<T, columns, C>& tile, int rows, int size, int thread) {
-        std::uint32_t to = tile.unit(thread / 8, thread % 8);
-        const Index step = rows_at_once * view_.stride[1];
-        constexpr int step_bytes = rows_at_once * 128;
-        if (rows >= C && size >= columns) {
-            unrolled<C / rows_at_once>([&](int i) {
-                unrolled<panels>([&](int p) {
-                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * tile.panel_bytes),
-                                    from_ + 64 * p, true);
-                });
-                from_ += step;
-            });
-            return;
-        }
-        const int column = 8 * (thread % 8);
-#pragma unroll 1
-        for (int row = thread / 8; row < C; row += rows_at_once, from_ += step, to += step_bytes)
-#pragma unroll 1
-            for (int p = 0; p < panels; ++p) {
-                const bool take = row < rows && column + 64 * p < size;
-                ptx::copy_async(to + static_cast<std::uint32_t>(p * tile.panel_bytes),
-                                take ? from_ + 64 * p : view_.data, take);
-            }
-    }
-
-  private:
-    const View& view_;
-    const T* from_;
-};
-
 // kept: scores lie where they are kept.
 template <class T, int K, Keys keys, int slabs, int copying, bool kept, bool beside>
 class Copies {
@@ -59,36 +17,34 @@ class Copies {
   public:
     __device__ Copies(const DeltaCall& call, const DeltaSequence& s, const FoldedChunks& folded, const FoldFlags& flags,
                       const KeptChunks& of_backward, const Layout& shared, const ScanPlace& place, int thread)
-        : call_(call),
-          shared_(shared),
-          q_(call.q, s, call.key_head(place.hv), 0, thread),
-          k_(call.k, s, call.key_head(place.hv), 0, thread),
-          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, thread),
-          v_(call.v, s, place.hv, place.first_column, thread),
+        : shared_(shared),
+          q_(call.q, s, call.key_head(place.hv), 0, call.key_size, thread),
+          k_(call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
+          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
+          v_(call.v, s, place.hv, place.first_column, call.value_size, thread),
           slot_(s.first_slot),
           record_(folded.record(slot_, place.hv, record_bytes)),
           score_(apart ? of_backward.record(slot_ * folded.heads + place.hv) : nullptr),
           flag_(flags.of(slot_, place.hv)),
           heads_(folded.heads),
           thread_(thread),
-          columns_(call.value_size - place.first_column),
           count_(s.count) {}
 
     __device__ void run(int chunks) {
         if constexpr (!beside) ptx::wait_for_launch_before();
         for (int c = 0; c < chunks; ++c) {
-            const int rows = static_cast<int>(min(count_ - Index(c) * C, Index(C))), size = call_.key_size;
+            const int rows = static_cast<int>(min(count_ - Index(c) * C, Index(C)));
             int thread = thread_;
             ptx::forget(thread);  // few registers: places are made anew
             if constexpr (beside) ptx::wait_for_flag(flag_ + Index(c) * heads_);
             shared_.stages().acquire(c);
             if (thread == 0) shared_.by_token_of(c) = 0;
             if constexpr (!channel) {
-                q_.copy(shared_.read(c), rows, size, thread);
-                k_.copy(shared_.write(c), rows, size, thread);
-                if (keys == Keys::own_p) p_.copy(shared_.erase(c), rows, size, thread);
+                q_.copy(shared_.read(c), c, rows, thread);
+                k_.copy(shared_.write(c), c, rows, thread);
+                if (keys == Keys::own_p) p_.copy(shared_.erase(c), c, rows, thread);
             }
-            v_.copy(shared_.values_of(c), rows, columns_, thread);
+            v_.copy(shared_.values_of(c), c, rows, thread);
             if constexpr (channel) {
                 using Record = typename Layout::Record;
                 copy_record<3 * Record::key_bytes>(shared_.read(c).base, Record::read, thread);
@@ -112,14 +68,13 @@ class Copies {
         copy_bytes<bytes, copying>(to, record_ + from, thread);
     }
 
-    const DeltaCall& call_;
     const Layout shared_;
-    RowCopies<T, K, copying> q_, k_, p_;
-    RowCopies<T, slabs * slab, copying> v_;
+    const RowCopies<T, K, copying> q_, k_, p_;
+    const RowCopies<T, slabs * slab, copying> v_;
     const Index slot_;
     const char *record_, *score_;
     const int* const flag_;
-    const int heads_, thread_, columns_;
+    const int heads_, thread_;
     const Index count_;
 };
 

@@ -93,10 +93,8 @@ class Folds {
     __device__ KeyTile<T, K> tile(int at) const { return {base_ + static_cast<std::uint32_t>(at)}; }
     __device__ SquareTile<T> inverse() const { return {base_ + static_cast<std::uint32_t>(q + Record::square_bytes)}; }
     __device__ void copy(int at, const View& from, const Chunk& chunk) const {
-        const DeltaSequence s = sequences_[chunk.sequence];
-        const int rows = static_cast<int>(min(s.count - Index(chunk.c) * C, Index(C)));
-        copy_full_rows<T>(tile(at), from, s, chunk.c, call_.key_head(chunk.hv), 0, rows, call_.key_size, thread_,
-                          warpgroup_threads);
+        copy_rows<warpgroup_threads>(tile(at), from, sequences_[chunk.sequence], chunk.c, call_.key_head(chunk.hv), 0,
+                                     call_.key_size, thread_);
     }
     __device__ void fold(const Chunk& chunk, const GivenTokens& given, int step) const {
         const DeltaSequence s = sequences_[chunk.sequence];

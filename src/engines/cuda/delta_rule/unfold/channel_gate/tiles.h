@@ -186,13 +186,6 @@ struct ChannelTiles {
         });
     }
 
-    __device__ void copy_state(int to, const char* from) const {
-        unrolled<Layout::state_bytes / (16 * threads)>([&](int n) {
-            const int i = 16 * threads * n;
-            ptx::copy_async(base + static_cast<std::uint32_t>(to + i + 16 * thread), from + i + 16 * thread, true);
-        });
-    }
-
     // --- gates
 
     // The given gates, as they are, to where operands lie at other times: the warp's own part, for itself. A row takes

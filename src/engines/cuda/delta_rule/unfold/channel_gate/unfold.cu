@@ -132,18 +132,18 @@ __global__ void __launch_bounds__(channel_threads, 1)
     const bool by_token = saved.goes_by_token(my.slot, my.hv);  // looked at when copies are on their way
     my.copy_gates(my.rows);
     ptx::commit_copies();
-    const auto copy_rows = [&](const auto& to, const View& from, int head, int size) {
-        copy_full_rows(to, from, my.s, my.c, head, 0, my.rows, size, my.thread, threads);
+    const auto copy = [&](const auto& to, const View& from, int head, int size) {
+        copy_rows<threads>(to, from, my.s, my.c, head, 0, size, my.thread);
     };
-    copy_rows(my.tile(Layout::q), call.q, my.h, call.key_size);
-    copy_rows(my.tile(Layout::k), call.k, my.h, call.key_size);
+    copy(my.tile(Layout::q), call.q, my.h, call.key_size);
+    copy(my.tile(Layout::k), call.k, my.h, call.key_size);
     ptx::commit_copies();
-    copy_rows(my.value_tile(Layout::d_o), grad.d_o, my.hv, grad.d_o ? call.value_size : 0);
+    copy(my.value_tile(Layout::d_o), grad.d_o, my.hv, grad.d_o ? call.value_size : 0);
     copy_saved_tile<T, D, threads>(my.value_tile(Layout::d_r), saved.dr(my.slot, my.hv), C, my.thread);
     copy_saved_tile<T, D, threads>(my.value_tile(Layout::u), saved.u(my.slot, my.hv), C, my.thread);
     ptx::commit_copies();
-    my.copy_state(Layout::state, saved.state(my.slot, my.hv));
-    my.copy_state(Layout::dstate, saved.dstate(my.slot, my.hv));
+    copy_bytes<Layout::state_bytes, threads>(my.tile(Layout::state).base, saved.state(my.slot, my.hv), my.thread);
+    copy_bytes<Layout::state_bytes, threads>(my.tile(Layout::dstate).base, saved.dstate(my.slot, my.hv), my.thread);
     ptx::commit_copies();
     if (by_token) {
         ptx::wait_for_copies();

@@ -69,8 +69,8 @@ struct Loader {
                 ask_for_rows(k, boxes.k, my.call.k, at, at.h, counter);
             },
             [&] {
-                copy_rows(q, my.call.q, at.tokens, 0, at.h, 0, my.call.key_size, my.thread, threads);
-                copy_rows(k, my.call.k, at.tokens, 0, at.h, 0, my.call.key_size, my.thread, threads);
+                copy_rows(q, my.call.q, at, at.h, my.call.key_size);
+                copy_rows(k, my.call.k, at, at.h, my.call.key_size);
             });
     }
     // In the order in which places become free.
@@ -90,10 +90,7 @@ struct Loader {
         take(
             my.m.of_d_o(), n, at.rows() == C && boxes.d_o.given, Memory::rows_bytes,
             [&](std::uint32_t counter) { ask_for_rows(d_o, boxes.d_o, my.grad.d_o, at, hv, counter); },
-            [&] {
-                copy_rows(d_o, my.grad.d_o, at.tokens, 0, hv, 0, my.grad.d_o ? my.call.value_size : 0, my.thread,
-                          threads);
-            });
+            [&] { copy_rows(d_o, my.grad.d_o, at, hv, my.grad.d_o ? my.call.value_size : 0); });
         take_tile<C>(my.m.of_u(), n, at, hv, boxes.u, my.m.rows(Memory::u), my.saved.u(at.slot, hv));
         take_tile<D>(my.m.of_dstate(), n, at, hv, boxes.dstate, my.m.states(Memory::dstate),
                      my.saved.dstate(at.slot, hv));
@@ -112,6 +109,19 @@ struct Loader {
                 copy_box(to.base + To::panel_bytes, of, 64, first, 0, 0, counter);
             },
             [&] { copy_saved_tile<T, D, threads>(to, from, rows, my.thread); });
+    }
+    // Rare, and in few registers.
+    __device__ void copy_rows(const Rows& to, const View& from, const ChunkPlace& at, int head, int size) const {
+        constexpr int rows_at_once = threads / Rows::units;
+        const int u = my.thread % Rows::units, rows = at.rows();
+        const bool inside = 8 * u < size;
+        const auto* data = static_cast<const T*>(from.data);
+        const T* row_data = data + at.row(from, head, 0) + 8 * u + my.thread / Rows::units * from.stride[1];
+        for (int row = my.thread / Rows::units; row < C; row += rows_at_once) {
+            const bool take = inside && row < rows;
+            ptx::copy_async(to.unit(row, u), take ? row_data : data, take);
+            row_data += rows_at_once * from.stride[1];
+        }
     }
     __device__ static void ask_for_rows(const Rows& to, const Boxes& of, const View& view, const ChunkPlace& at,
                                         int head, std::uint32_t counter) {
