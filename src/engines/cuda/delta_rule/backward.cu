@@ -46,64 +46,62 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 
 // Records of chunks, and what the forward pass has left of states before them and U. `slots` of them are from
 // saved.first_slot on. What is kept may be needed once more: flags are added to a copy.
-void make_records(Level level, const DeltaCall& call, const ChunkSequences& some, const KeptChunks& kept, Index slots,
-                  SavedChunks& saved, cudaStream_t stream) {
-    const bool channel = call.gate == core::Gate::channel;
+void make_records(Level level, ChunkGradients& of, const KeptChunks& kept, Index slots, cudaStream_t stream) {
+    SavedChunks& saved = of.saved;
     const Index first = saved.first_slot * saved.heads;
     if (kept.states != nullptr) {
-        saved.records = kept.records + first * backward_record_bytes(call);
+        saved.records = kept.records + first * backward_record_bytes(of.call);
         saved.states = kept.states + first * KeptChunks::state_bytes;
         saved.U = kept.U + first * KeptChunks::value_bytes;
-        return launch_kept_flags(call, some, saved, kept.by_token + first, stream);
+        return launch_kept_flags(of, kept.by_token + first, stream);
     }
-    if (!channel) return launch_backward_fold(level, call, some, saved, stream);
+    if (of.call.gate != core::Gate::channel) return launch_backward_fold(level, of, stream);
     const auto bytes = static_cast<std::size_t>(slots * saved.heads) * sizeof(ChunkFlags);
     check(cudaMemsetAsync(saved.flags, 0, bytes, stream), "clearing memory");
-    FoldedChunks folded;
-    folded.data = saved.records;
-    folded.heads = saved.heads;
-    launch_fold_channel(call, some, folded, stream);
+    launch_fold_channel({of.call, of.sequences, {saved.records, saved.heads}, {}, {}}, stream);
 }
 
 // An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
 // for those of initial states alone, they come first. Otherwise the scans run beside each other.
-void run_sequences(Level level, const DeltaCall& call, const ChunkSequences& some, const GradientViews& grad,
-                   const SavedChunks& saved, bool keeps, const core::Handover& handover, cudaStream_t stream) {
+void run_sequences(Level level, const ChunkGradients& of, bool keeps, const core::Handover& handover,
+                   cudaStream_t stream) {
     const bool states_first = !keeps && handover.ready != nullptr;
     const bool states_last = !keeps && !states_first && handover.done != nullptr;
     const bool beside = !keeps && !states_first && !states_last;
     const auto scan = [&](const Scans& scans) {
-        for_each_part(some,
-                      [&](const ChunkSequences& part) { launch_scans(level, scans, call, part, grad, saved, stream); });
+        for_each_part(of.sequences, [&](const ChunkSequences& part) {
+            launch_scans(level, scans, {of.call, part, of.saved, of.grad}, stream);
+        });
     };
     if (states_first) scan({true, false});
     wait_for(handover.ready, stream);
     scan({beside, true});
     record(handover.done, stream);
     if (states_last) scan({true, false});
-    if (call.gate == core::Gate::channel)
-        launch_unfold_channel(call, some, grad, saved, stream);
-    else if (level == Level::sm_90a && saved.size == 128 && !call.own_p)
-        launch_unfold_warpgroups(call, some, grad, saved, stream);
+    if (of.call.gate == core::Gate::channel)
+        launch_unfold_channel(of, stream);
+    else if (level == Level::sm_90a && of.saved.size == 128 && !of.call.own_p)
+        launch_unfold_warpgroups(of, stream);
     else
-        launch_unfold(level, call, some, grad, saved, stream);
-    launch_unfold_by_token(call, some, grad, saved, stream);
+        launch_unfold(level, of, stream);
+    launch_unfold_by_token(of, stream);
 }
 
-void run(const DeltaCall& call, const core::DeltaInputs& in, const GradientViews& grad, const KeptChunks& kept,
-         const ChunkSequences& all, SavedChunks saved, const core::Handover& handover, cudaStream_t stream) {
+void run(const core::DeltaInputs& in, const ChunkGradients& all, const KeptChunks& kept, const core::Handover& handover,
+         cudaStream_t stream) {
     const Level level = level_of(in.q.device);
-    const auto run_some = [&](const ChunkSequences& some, Index slots) {
-        make_records(level, call, some, kept, slots, saved, stream);
-        run_sequences(level, call, some, grad, saved, kept.states != nullptr, handover, stream);
+    ChunkGradients some = all;
+    const auto run_some = [&](Index slots) {
+        make_records(level, some, kept, slots, stream);
+        run_sequences(level, some, kept.states != nullptr, handover, stream);
     };
-    if (all.packed) return run_some(all, saved.slots);
-    const auto at_once = static_cast<int>(std::min<Index>(sequences_at_once(call, in), sequences_of_grid));
-    for (int first = 0; first < all.count; first += at_once) {
-        ChunkSequences some = all.part(first, std::min(at_once, all.count - first));
-        saved.first_slot = some.first_slot;
-        some.first_slot = 0;  // memory is for these alone
-        run_some(some, some.end_slot());
+    if (all.sequences.packed) return run_some(all.saved.slots);
+    const auto at_once = static_cast<int>(std::min<Index>(sequences_at_once(all.call, in), sequences_of_grid));
+    for (int first = 0; first < all.sequences.count; first += at_once) {
+        some.sequences = all.sequences.part(first, std::min(at_once, all.sequences.count - first));
+        some.saved.first_slot = some.sequences.first_slot;
+        some.sequences.first_slot = 0;  // memory is for these alone
+        run_some(some.sequences.end_slot());
     }
 }
 
@@ -147,7 +145,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
     MemoryParts parts(workspace.data());
     const ChunkSequences sequences = chunk_sequences(in, options, {}, {}, parts);
     const SavedChunks saved = saved_chunks(call, in, grad, execution.kept != nullptr, parts);
-    const GradientViews views = gradient_views(grad);
+    const ChunkGradients of{call, sequences, saved, gradient_views(grad)};
     GradientMemory sums;  // of shares alone
     if (saved.shares) {
         sums.shares = saved.shares;
@@ -158,8 +156,8 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
     list_chunks(in, {}, sequences, stream);
-    run(call, in, views, kept, sequences, saved, handover, stream);
-    if (saved.shares) launch_sum_shares(call, views, sums, stream);
+    run(in, of, kept, handover, stream);
+    if (saved.shares) launch_sum_shares(call, of.grad, sums, stream);
 }
 
 }  // namespace softdelta::cuda

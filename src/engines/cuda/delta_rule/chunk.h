@@ -143,27 +143,42 @@ struct ChunkOutputs {
     View o, final_state, states;
     KeptChunks kept;
 };
+
+// A forward pass over some sequences, as its kernels see it.
+struct ChunkForward {
+    DeltaCall call;
+    ChunkSequences sequences;
+    FoldedChunks folded;
+    FoldFlags flags;
+    ChunkOutputs out;
+};
+
 // early: it comes right after the fold, whose last blocks it may begin beside.
-void launch_chunk_scan(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& chunks,
-                       const ChunkOutputs& out, bool early, cudaStream_t stream);
+void launch_chunk_scan(Level level, const ChunkForward& of, bool early, cudaStream_t stream);
 // Whether blocks of 128 value columns fill the card.
 inline bool has_many_heads(const DeltaCall& call, Index sequences) {
     constexpr Index many = 100;
     return call.heads * sequences * ((call.value_size + 127) / 128) >= many;
 }
 // The same on sm_90a.
-void launch_warpgroup_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& chunks,
-                           const ChunkOutputs& out, bool early, cudaStream_t stream);
+void launch_warpgroup_scan(const ChunkForward& of, bool early, cudaStream_t stream);
 // Calls with so few heads that their scan leaves half of the card idle are folded there meanwhile: by so many blocks; 0
 // of others.
 int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device);
-void launch_fold_and_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& chunks,
-                          const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream);
+void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream);
 constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels
 // Fold and scan in one, sm_90a, gates that all channels share.
-void launch_fused_chunks(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out,
-                         cudaStream_t stream);
+void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream);
 int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
+
+// use.template operator()<T>() for the type of a call's operands.
+template <class Use>
+void with_half(const DeltaCall& call, const Use& use) {
+    if (call.q.dtype == core::DType::bf16)
+        use.template operator()<__nv_bfloat16>();
+    else
+        use.template operator()<__half>();
+}
 
 }  // namespace softdelta::cuda

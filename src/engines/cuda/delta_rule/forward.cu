@@ -28,25 +28,25 @@ bool folds_into_kept(const DeltaCall& call) {
 struct ChunkPlan {
     bool fused = false;
     int folding = 0;  // folding_blocks()
-    ChunkSequences sequences;
-    FoldedChunks folded;
-    FoldFlags flags;
+    ChunkForward pass;
 };
 
-ChunkPlan chunk_plan(Level level, const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaOptions& options,
-                     bool keeps, const KeptChunks& kept, const core::Tensor& states, const TokenRange& taken,
-                     MemoryParts& parts) {
-    const Index sequences = core::sequence_count(in), chunks = chunk_slots(in) * call.heads;
+ChunkPlan chunk_plan(Level level, const core::DeltaInputs& in, const core::DeltaOptions& options, bool keeps,
+                     const ChunkOutputs& out, const core::Tensor& states, const TokenRange& taken, MemoryParts& parts) {
     ChunkPlan p;
-    p.sequences = chunk_sequences(in, options, states, taken, parts);
-    p.fused = !keeps && is_fused(level, call, sequences);
+    ChunkForward& of = p.pass;
+    of.call = delta_call(in, options);
+    of.out = out;
+    const Index sequences = core::sequence_count(in), chunks = chunk_slots(in) * of.call.heads;
+    of.sequences = chunk_sequences(in, options, states, taken, parts);
+    p.fused = !keeps && is_fused(level, of.call, sequences);
     if (p.fused) return p;
-    p.folding = folding_blocks(level, call, sequences, keeps, in.q.device);
-    p.folded.heads = p.flags.heads = call.heads;
-    const int bytes = p.folding > 0 ? scored_record_bytes : chunk_record_bytes(level, call);
-    p.folded.data = keeps && folds_into_kept(call) ? kept.records : parts.take<char>(chunks * bytes);
-    p.flags.count = p.folding > 0 ? chunks : 0;
-    p.flags.data = parts.take<int>(p.flags.count);
+    p.folding = folding_blocks(level, of.call, sequences, keeps, in.q.device);
+    of.folded.heads = of.flags.heads = of.call.heads;
+    const int bytes = p.folding > 0 ? scored_record_bytes : chunk_record_bytes(level, of.call);
+    of.folded.data = keeps && folds_into_kept(of.call) ? out.kept.records : parts.take<char>(chunks * bytes);
+    of.flags.count = p.folding > 0 ? chunks : 0;
+    of.flags.data = parts.take<int>(of.flags.count);
     return p;
 }
 
@@ -105,8 +105,7 @@ std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOption
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                     const core::Execution& execution) {
     MemoryParts parts(nullptr);
-    chunk_plan(level_of(in.q.device), delta_call(in, options), in, options, execution.kept != nullptr, {}, {}, {},
-               parts);
+    chunk_plan(level_of(in.q.device), in, options, execution.kept != nullptr, {}, {}, {}, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -120,7 +119,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
                                kept_chunks(call, in, execution)};
     const bool keeps = execution.kept != nullptr;
     const auto plan_in = [&](MemoryParts& parts) {
-        return chunk_plan(level, call, in, options, keeps, outputs.kept, out.final_state, taken, parts);
+        return chunk_plan(level, in, options, keeps, outputs, out.final_state, taken, parts);
     };
     MemoryParts count(nullptr);
     plan_in(count);
@@ -131,21 +130,22 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
-    list_chunks(in, taken, plan.sequences, stream);
+    list_chunks(in, taken, plan.pass.sequences, stream);
     if (plan.fused) wait_for(handover.ready, stream);
-    for_each_part(plan.sequences, [&](const ChunkSequences& some) {
-        if (plan.fused) return launch_fused_chunks(call, some, outputs, stream);
+    for_each_part(plan.pass.sequences, [&](const ChunkSequences& some) {
+        ChunkForward of = plan.pass;
+        of.sequences = some;
+        if (plan.fused) return launch_fused_chunks(of, stream);
         // A state that is not there yet holds up a scan, but no fold.
-        if (plan.folding > 0 && handover.ready == nullptr)
-            return launch_fold_and_scan(call, some, plan.folded, plan.flags, outputs, plan.folding, stream);
+        if (plan.folding > 0 && handover.ready == nullptr) return launch_fold_and_scan(of, plan.folding, stream);
         if (!some.packed || some.first == 0) {  // what is listed, all at once
             if (call.gate == core::Gate::channel)
-                launch_fold_channel(call, some, plan.folded, stream);
+                launch_fold_channel(of, stream);
             else
-                launch_fold_shared(level, call, some, plan.folded, outputs.kept, stream);
+                launch_fold_shared(level, of, stream);
         }
         wait_for(handover.ready, stream);
-        launch_chunk_scan(level, call, some, plan.folded, outputs, handover.ready == nullptr, stream);
+        launch_chunk_scan(level, of, handover.ready == nullptr, stream);
     });
     record(handover.done, stream);
 }

@@ -61,12 +61,21 @@ struct SavedChunks {
     }
 };
 
+// A backward pass over some sequences, as its kernels see it.
+struct ChunkGradients {
+    DeltaCall call;
+    ChunkSequences sequences;
+    SavedChunks saved;
+    GradientViews grad;
+};
+
 // Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
 constexpr Index most_chunks = 65535;  // that a grid has in its second dimension
-inline dim3 blocks_by_head(const DeltaCall& call, const ChunkSequences& sequences) {
-    const Index of_row = std::min(sequences.chunks, most_chunks),
-                rows = sequences.packed ? (sequences.chunks + most_chunks - 1) / most_chunks : sequences.count;
-    return {static_cast<unsigned>(call.heads), static_cast<unsigned>(of_row), static_cast<unsigned>(rows)};
+inline dim3 blocks_by_head(const ChunkGradients& of) {
+    const ChunkSequences& s = of.sequences;
+    const Index of_row = std::min(s.chunks, most_chunks),
+                rows = s.packed ? (s.chunks + most_chunks - 1) / most_chunks : s.count;
+    return {static_cast<unsigned>(of.call.heads), static_cast<unsigned>(of_row), static_cast<unsigned>(rows)};
 }
 __device__ inline ChunkPosition chunk_of_block(const ChunkSequences& sequences) {
     const int row = static_cast<int>(blockIdx.z);
@@ -74,26 +83,19 @@ __device__ inline ChunkPosition chunk_of_block(const ChunkSequences& sequences) 
 }
 
 // Each pass for the sequences of one launch, in this order. Records; what the forward pass has kept needs flags alone.
-void launch_backward_fold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
-                          cudaStream_t stream);
-void launch_kept_flags(const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
-                       const int* kept_by_token, cudaStream_t stream);
+void launch_backward_fold(Level level, const ChunkGradients& of, cudaStream_t stream);
+void launch_kept_flags(const ChunkGradients& of, const int* kept_by_token, cudaStream_t stream);
 // The scans from the start and from the end, which do not need each other: those wanted, side by side.
 struct Scans {
     bool from_start, from_end;
 };
-void launch_scans(Level level, Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
-                  const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream);
-void launch_unfold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                   const SavedChunks& saved, cudaStream_t stream);
+void launch_scans(Level level, Scans scans, const ChunkGradients& of, cudaStream_t stream);
+void launch_unfold(Level level, const ChunkGradients& of, cudaStream_t stream);
 // On sm_90a, without a p of its own, K and V filled up to 128.
-void launch_unfold_warpgroups(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                              const SavedChunks& saved, cudaStream_t stream);
-void launch_unfold_channel(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                           const SavedChunks& saved, cudaStream_t stream);
+void launch_unfold_warpgroups(const ChunkGradients& of, cudaStream_t stream);
+void launch_unfold_channel(const ChunkGradients& of, cudaStream_t stream);
 // The chunks that go token by token.
-void launch_unfold_by_token(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                            const SavedChunks& saved, cudaStream_t stream);
+void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream);
 constexpr int token_blocks = 64;                       // that share these chunks
 constexpr Index token_scratch = 8 * chunk_rows * 128;  // doubles of one of them
 

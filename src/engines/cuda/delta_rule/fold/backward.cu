@@ -40,8 +40,8 @@ class BackwardFold {
     using Square = Tile<T, C>;
 
   public:
-    __device__ BackwardFold(const DeltaCall& call, const ChunkPosition& at, const SavedChunks& saved)
-        : call_(call), s_(at.s), c_(at.c), rows_(at.rows()), saved_(saved) {}
+    __device__ BackwardFold(const ChunkGradients& of, const ChunkPosition& at)
+        : call_(of.call), s_(at.s), c_(at.c), rows_(at.rows()), saved_(of.saved) {}
 
     __device__ void run() {
         if (thread_ == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *saved_.taken = 0;
@@ -193,46 +193,41 @@ class BackwardFold {
 
 template <class T, int K, bool own_p, bool warpgroups>
 __global__ void __launch_bounds__(threads, own_p ? 4 : 6)
-    backward_fold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                         const __grid_constant__ SavedChunks saved) {
+    backward_fold_kernel(const __grid_constant__ ChunkGradients of) {
     if constexpr (warpgroups) ptx::follow_launch_before();
-    BackwardFold<T, K, own_p, warpgroups>(call, chunk_of_block(sequences), saved).run();
+    BackwardFold<T, K, own_p, warpgroups>(of, chunk_of_block(of.sequences)).run();
 }
 
 __global__ void __launch_bounds__(threads)
-    kept_flags_kernel(const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
-                      const int* kept_by_token) {
+    kept_flags_kernel(const __grid_constant__ ChunkGradients of, const int* kept_by_token) {
     const int number = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x),
-              n = static_cast<int>(blockIdx.y), hv = number % saved.heads;
-    if (number == 0 && n == 0) *saved.taken = 0;
-    const auto [s, c] = sequences.chunk(number / saved.heads, n);
+              n = static_cast<int>(blockIdx.y), hv = number % of.saved.heads;
+    if (number == 0 && n == 0) *of.saved.taken = 0;
+    const auto [s, c] = of.sequences.chunk(number / of.saved.heads, n);
     if (c * C >= s.count) return;
     const Index slot = s.first_slot + c;
-    saved.flags_of(slot, hv) = {static_cast<std::uint16_t>(kept_by_token[slot * saved.heads + hv]), 0, 0, 0};
+    of.saved.flags_of(slot, hv) = {static_cast<std::uint16_t>(kept_by_token[slot * of.saved.heads + hv]), 0, 0, 0};
 }
 
 }  // namespace
 
-void launch_kept_flags(const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
-                       const int* kept_by_token, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>((sequences.chunks * call.heads + threads - 1) / threads),
-                      sequences.rows_of_grid());
-    launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", sequences, saved, kept_by_token);
+void launch_kept_flags(const ChunkGradients& of, const int* kept_by_token, cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>((of.sequences.chunks * of.call.heads + threads - 1) / threads),
+                      of.sequences.rows_of_grid());
+    launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", of, kept_by_token);
 }
 
-void launch_backward_fold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const SavedChunks& saved,
-                          cudaStream_t stream) {
-    const dim3 blocks = blocks_by_head(call, sequences);
+void launch_backward_fold(Level level, const ChunkGradients& of, cudaStream_t stream) {
     const auto with = [&]<int K, bool own_p>() {
         const bool warpgroups = level == Level::sm_90a;
         launch(warpgroups ? backward_fold_kernel<SavedElement, K, own_p, true>
                           : backward_fold_kernel<SavedElement, K, own_p, false>,
-               {blocks, threads, Shared<SavedElement, K, own_p>::bytes, warpgroups}, stream,
-               "the delta rules' fold for gradients", call, sequences, saved);
+               {blocks_by_head(of), threads, Shared<SavedElement, K, own_p>::bytes, warpgroups}, stream,
+               "the delta rules' fold for gradients", of);
     };
-    if (call.own_p)
+    if (of.call.own_p)
         with.template operator()<128, true>();
-    else if (saved.size == 64)
+    else if (of.saved.size == 64)
         with.template operator()<64, false>();
     else
         with.template operator()<128, false>();

@@ -57,12 +57,12 @@ class ChannelFold {
     using Block = float[2][4];  // 16 rows and columns, as accumulators lie
 
   public:
-    __device__ ChannelFold(const DeltaCall& call, const ChunkPosition& at, const FoldedChunks& folded)
-        : call_(call),
+    __device__ ChannelFold(const ChunkForward& of, const ChunkPosition& at)
+        : call_(of.call),
           s_(at.s),
           c_(at.c),
           rows_(at.rows()),
-          record_(folded.record(s_.first_slot + c_, hv_, Record::bytes)) {}
+          record_(of.folded.record(s_.first_slot + c_, hv_, Record::bytes)) {}
 
     __device__ void run() {
         if (rows_ <= 0) return;
@@ -317,26 +317,18 @@ class ChannelFold {
 };
 
 template <class T>
-__global__ void __launch_bounds__(threads, 2)
-    fold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                        const __grid_constant__ FoldedChunks folded) {
+__global__ void __launch_bounds__(threads, 2) fold_channel_kernel(const __grid_constant__ ChunkForward of) {
     ptx::let_next_begin();
-    ChannelFold<T>(call, sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z)), folded).run();
-}
-
-template <class T>
-void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                cudaStream_t stream) {
-    launch(fold_channel_kernel<T>, {fold_blocks(call, sequences), threads, Shared<T>::bytes}, stream,
-           "the delta rules' fold", call, sequences, folded);
+    ChannelFold<T>(of, of.sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z))).run();
 }
 
 }  // namespace
 
-void launch_fold_channel(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                         cudaStream_t stream) {
-    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded,
-                                                                                         stream);
+void launch_fold_channel(const ChunkForward& of, cudaStream_t stream) {
+    with_half(of.call, [&]<class T>() {
+        launch(fold_channel_kernel<T>, {fold_blocks(of), threads, Shared<T>::bytes}, stream, "the delta rules' fold",
+               of);
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -8,14 +8,13 @@
 #include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
-inline dim3 fold_blocks(const DeltaCall& call, const ChunkSequences& sequences) {
-    return {static_cast<unsigned>(sequences.chunks), static_cast<unsigned>(call.heads), sequences.rows_of_grid()};
+inline dim3 fold_blocks(const ChunkForward& of) {
+    return {static_cast<unsigned>(of.sequences.chunks), static_cast<unsigned>(of.call.heads),
+            of.sequences.rows_of_grid()};
 }
 
-void launch_fold_shared(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                        const KeptChunks& kept, cudaStream_t stream);
-void launch_fold_channel(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                         cudaStream_t stream);
+void launch_fold_shared(Level level, const ChunkForward& of, cudaStream_t stream);
+void launch_fold_channel(const ChunkForward& of, cudaStream_t stream);
 
 constexpr float highest_rise = 1;  // e^rise multiplies the rounding errors of what erasing cancels
 

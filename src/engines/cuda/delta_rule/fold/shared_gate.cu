@@ -61,8 +61,7 @@ struct Steps {
 
 template <class T, int K, bool own_p, bool erases, bool warpgroups>
 __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads, warpgroups ? (own_p ? 5 : 6) : 3)
-    fold_shared_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ KeptChunks kept) {
+    fold_shared_kernel(const __grid_constant__ ChunkForward of) {
     if constexpr (!warpgroups || ptx::has_warpgroups) {
         constexpr bool scores = !warpgroups;
         using Layout = Shared<T, K, own_p, scores>;
@@ -70,7 +69,9 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         constexpr int threads = Fold::threads,
                       whole = scores ? Layout::inverse : ChunkRecord::square_bytes;  // (I + L)⁻¹, where it is kept
         ptx::let_next_begin();
-        const auto [s, c] = sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z));
+        const DeltaCall& call = of.call;
+        const KeptChunks& kept = of.out.kept;
+        const auto [s, c] = of.sequences.chunk(blockIdx.x, static_cast<int>(blockIdx.z));
         if (c * chunk_rows >= s.count) return;
         const int hv = static_cast<int>(blockIdx.y), h = call.key_head(hv), thread = static_cast<int>(threadIdx.x);
         const SharedFoldTiles<T, K> tiles = Layout::tiles();
@@ -90,18 +91,18 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
         const char* const made = ptx::shared_memory();
         if constexpr (scores) {
             using Record = typename Layout::Record;
-            char* const to = folded.record(slot, hv, Record::bytes);
+            char* const to = of.folded.record(slot, hv, Record::bytes);
             copy_out(made + Layout::record, to, erases ? Record::factors : Record::solve, thread, threads);
             copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
         } else {
             using Record = SolvedChunk;
-            char* const to = folded.record(slot, hv, Record::bytes);
+            char* const to = of.folded.record(slot, hv, Record::bytes);
             if (erases) copy_out(made + Layout::solve, to, Record::factors, thread, threads);
             copy_out(tiles.factors, to + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread, threads);
             copy_out(&tiles.memory->decays, to + Record::decays, static_cast<int>(sizeof(KeyDecays)), thread, threads);
         }
         if (!keeps) return;
-        const Index chunk = slot * folded.heads + hv;
+        const Index chunk = slot * of.folded.heads + hv;
         char* const record = kept.record(chunk);
         if (scores) copy_out(made + Layout::record, record, ChunkRecord::square_bytes, thread, threads);
         if (erases) copy_out(made + whole, record + ChunkRecord::inverse, ChunkRecord::square_bytes, thread, threads);
@@ -109,26 +110,22 @@ __global__ void __launch_bounds__(SharedFold<T, K, erases, warpgroups>::threads,
     }
 }
 
-template <class T, bool warpgroups>
-void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                const KeptChunks& kept, cudaStream_t stream) {
-    with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
-        launch(fold_shared_kernel<T, K, own_p, erases, warpgroups>,
-               {fold_blocks(call, sequences), SharedFold<T, K, erases, warpgroups>::threads,
-                Shared<T, K, own_p, !warpgroups>::bytes},
-               stream, "the delta rules' fold", call, sequences, folded, kept);
+template <bool warpgroups>
+void launch_for(const ChunkForward& of, cudaStream_t stream) {
+    with_half(of.call, [&]<class T>() {
+        with_shared_fold(of.call, [&]<int K, bool own_p, bool erases>() {
+            launch(fold_shared_kernel<T, K, own_p, erases, warpgroups>,
+                   {fold_blocks(of), SharedFold<T, K, erases, warpgroups>::threads,
+                    Shared<T, K, own_p, !warpgroups>::bytes},
+                   stream, "the delta rules' fold", of);
+        });
     });
 }
 
 }  // namespace
 
-void launch_fold_shared(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                        const KeptChunks& kept, cudaStream_t stream) {
-    const bool warpgroups = level == Level::sm_90a;
-    const auto run = call.q.dtype == core::DType::bf16
-                         ? (warpgroups ? launch_for<__nv_bfloat16, true> : launch_for<__nv_bfloat16, false>)
-                         : (warpgroups ? launch_for<__half, true> : launch_for<__half, false>);
-    run(call, sequences, folded, kept, stream);
+void launch_fold_shared(Level level, const ChunkForward& of, cudaStream_t stream) {
+    (level == Level::sm_90a ? launch_for<true> : launch_for<false>)(of, stream);
 }
 
 }  // namespace softdelta::cuda

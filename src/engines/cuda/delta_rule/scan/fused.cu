@@ -70,13 +70,12 @@ struct Shared {
 };
 
 template <class T, int K, bool own_p, bool erases>
-__global__ void __launch_bounds__(32 * warps, 1)
-    fused_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                 const __grid_constant__ ChunkOutputs out) {
+__global__ void __launch_bounds__(32 * warps, 1) fused_kernel(const __grid_constant__ ChunkForward of) {
     if constexpr (ptx::has_warpgroups) {
+        const DeltaCall& call = of.call;
         // In shared memory: registers are scarce.
         DeltaSequence& s = *reinterpret_cast<DeltaSequence*>(ptx::shared_memory() + Shared<T, K, own_p>::sequence);
-        if (threadIdx.x == 0) s = sequences[static_cast<int>(blockIdx.z)];
+        if (threadIdx.x == 0) s = of.sequences[static_cast<int>(blockIdx.z)];
         __syncthreads();
         const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
         const int chunks = static_cast<int>((s.count + C - 1) / C);
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
             ptx::take_registers<200>();
             constexpr int threads = 128;
             const int thread = static_cast<int>(threadIdx.x) % threads, h = call.key_head(hv);
-            ChunkScan<T, K, slab, false, erases, true, false> scan{{call, sequences, s, out, hv, first_column, warp}};
+            ChunkScan<T, K, slab, false, erases, true, false> scan{{of, s, hv, first_column, warp}};
             scan.my.load_state();
             for (int c = -2; c < chunks; ++c) {
                 if (warp < 4) {
@@ -129,21 +128,17 @@ __global__ void __launch_bounds__(32 * warps, 1)
     }
 }
 
-template <class T>
-void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>((call.value_size + slab - 1) / slab), static_cast<unsigned>(call.heads),
-                      static_cast<unsigned>(sequences.count));
-    with_shared_fold(call, [&]<int K, bool own_p, bool erases>() {
-        launch(fused_kernel<T, K, own_p, erases>, {blocks, 32 * warps, Shared<T, K, own_p>::bytes}, stream,
-               "the delta rules' fold and scan", call, sequences, out);
-    });
-}
-
 }  // namespace
 
-void launch_fused_chunks(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out,
-                         cudaStream_t stream) {
-    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, out, stream);
+void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream) {
+    const dim3 blocks(static_cast<unsigned>((of.call.value_size + slab - 1) / slab),
+                      static_cast<unsigned>(of.call.heads), static_cast<unsigned>(of.sequences.count));
+    with_half(of.call, [&]<class T>() {
+        with_shared_fold(of.call, [&]<int K, bool own_p, bool erases>() {
+            launch(fused_kernel<T, K, own_p, erases>, {blocks, 32 * warps, Shared<T, K, own_p>::bytes}, stream,
+                   "the delta rules' fold and scan", of);
+        });
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -73,16 +73,15 @@ struct ChunkCopy {
 
 template <class T, int K, int warps, Keys keys, bool keeps>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    chunk_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                      const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out) {
+    chunk_scan_kernel(const __grid_constant__ ChunkForward of) {
     constexpr int slab = 16 * warps;
-    const DeltaSequence s = sequences[static_cast<int>(blockIdx.z)];
+    const DeltaSequence s = of.sequences[static_cast<int>(blockIdx.z)];
     const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
     const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
     const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
     if (warp >= warps) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
-        const ChunkCopy<T, K, slab, keys> copy{call, s, folded, hv, first_column, thread, base};
+        const ChunkCopy<T, K, slab, keys> copy{of.call, s, of.folded, hv, first_column, thread, base};
         for (int c = -1; c < chunks; ++c) {
             if (c + 1 < chunks) copy.run(c + 1);
             ptx::wait_for_copies();
@@ -90,12 +89,12 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         }
     } else {
         ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan{
-            {call, sequences, s, out, hv, first_column, warp}};
+            {of, s, hv, first_column, warp}};
         scan.my.load_state();
         __syncthreads();
         for (int c = 0; c < chunks; ++c) {
             Index kept = 0;
-            if constexpr (keeps) kept = (s.first_slot + c) * folded.heads + hv;
+            if constexpr (keeps) kept = (s.first_slot + c) * of.folded.heads + hv;
             scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
             __syncthreads();
         }
@@ -119,24 +118,13 @@ void with_keys(const DeltaCall& call, const Use& use) {
 }
 
 template <class T, int K, int warps, Keys keys>
-void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                 const ChunkOutputs& out, cudaStream_t stream) {
+void launch_with(const ChunkForward& of, cudaStream_t stream) {
     constexpr int slab = 16 * warps;
     auto* kernel = chunk_scan_kernel<T, K, warps, keys, false>;
     if constexpr (can_keep_chunks<T, K>)
-        if (out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, true>;
-    launch(kernel,
-           {scan_blocks(call, sequences, out, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes},
-           stream, "the delta rules' scan over chunks", call, sequences, folded, out);
-}
-
-template <class T>
-void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                const ChunkOutputs& out, cudaStream_t stream) {
-    const bool many = has_many_heads(call, sequences.count);
-    with_keys(call, [&]<int K, Keys keys>() {
-        (many ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(call, sequences, folded, out, stream);
-    });
+        if (of.out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, true>;
+    launch(kernel, {scan_blocks(of, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes}, stream,
+           "the delta rules' scan over chunks", of);
 }
 
 }  // namespace
@@ -154,11 +142,14 @@ int chunk_scan_shared_bytes(const DeltaCall& call) {
     return bytes;
 }
 
-void launch_chunk_scan(Level level, const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                       const ChunkOutputs& out, bool early, cudaStream_t stream) {
-    if (level == Level::sm_90a) return launch_warpgroup_scan(call, sequences, folded, out, early, stream);
-    (call.q.dtype == core::DType::bf16 ? launch_for<__nv_bfloat16> : launch_for<__half>)(call, sequences, folded, out,
-                                                                                         stream);
+void launch_chunk_scan(Level level, const ChunkForward& of, bool early, cudaStream_t stream) {
+    if (level == Level::sm_90a) return launch_warpgroup_scan(of, early, stream);
+    const bool many = has_many_heads(of.call, of.sequences.count);
+    with_half(of.call, [&]<class T>() {
+        with_keys(of.call, [&]<int K, Keys keys>() {
+            (many ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(of, stream);
+        });
+    });
 }
 
 }  // namespace softdelta::cuda

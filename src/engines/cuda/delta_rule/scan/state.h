@@ -11,10 +11,10 @@
 namespace softdelta::cuda {
 
 // Blocks of `slab` value columns.
-inline dim3 scan_blocks(const DeltaCall& call, const ChunkSequences& sequences, const ChunkOutputs& out, int slab) {
-    const int columns = out.kept.states ? KeptChunks::size : call.value_size;
-    return {static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(call.heads),
-            static_cast<unsigned>(sequences.count)};
+inline dim3 scan_blocks(const ChunkForward& of, int slab) {
+    const int columns = of.out.kept.states ? KeptChunks::size : of.call.value_size;
+    return {static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(of.call.heads),
+            static_cast<unsigned>(of.sequences.count)};
 }
 
 // Of a value, what the state does not hold yet. factor: e^E, or β of gates of channels.
@@ -28,9 +28,14 @@ class ScanState {
     static constexpr int C = chunk_rows;
 
   public:
-    __device__ ScanState(const DeltaCall& call, const ChunkSequences& sequences, const DeltaSequence& s,
-                         const ChunkOutputs& out, int hv, int first_column, int warp)
-        : call(call), sequences(sequences), s(s), out(out), hv(hv), first_column(first_column), warp(warp) {}
+    __device__ ScanState(const ChunkForward& of, const DeltaSequence& s, int hv, int first_column, int warp)
+        : call(of.call),
+          s(s),
+          out(of.out),
+          interval(of.sequences.interval),
+          hv(hv),
+          first_column(first_column),
+          warp(warp) {}
 
     __device__ void load_state() {
         const View v = s.state >= 0 ? call.initial_state : View();
@@ -49,10 +54,9 @@ class ScanState {
     __device__ void store_saved(int c) {
         const View& v = out.states;
         const Index token = Index(c) * C;
-        if (token % sequences.interval != 0) return;
-        store_state(
-            v, s.batch * v.stride[0] + (s.first_saved + token / sequences.interval) * v.stride[1] + hv * v.stride[2],
-            v.stride[call.state_row + 1], v.stride[call.state_column + 1]);
+        if (token % interval != 0) return;
+        store_state(v, s.batch * v.stride[0] + (s.first_saved + token / interval) * v.stride[1] + hv * v.stride[2],
+                    v.stride[call.state_row + 1], v.stride[call.state_column + 1]);
     }
 
     // A state near the largest number of f16, 65504: products read it, and what it makes of keys, as f16.
@@ -85,9 +89,9 @@ class ScanState {
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
     const DeltaCall& call;
-    const ChunkSequences& sequences;
     const DeltaSequence& s;
     const ChunkOutputs& out;
+    const Index& interval;  // of states on the way
     const int hv, first_column, warp;
     int lane = static_cast<int>(threadIdx.x) % 32;
     float state[K / 8][4];

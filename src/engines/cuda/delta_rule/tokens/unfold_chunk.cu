@@ -31,18 +31,17 @@ struct StateOfTile {
 template <class T>
 class ChunkUnfold {
   public:
-    __device__ ChunkUnfold(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                           const SavedChunks& saved)
-        : call_(call), sequences_(sequences), grad_(grad), saved_(saved) {
+    __device__ explicit ChunkUnfold(const ChunkGradients& of)
+        : call_(of.call), sequences_(of.sequences), grad_(of.grad), saved_(of.saved) {
         constexpr Index rows = chunk_rows * S::K;
-        double* const scratch = saved.scratch + Index(blockIdx.x) * token_scratch;
+        double* const scratch = saved_.scratch + Index(blockIdx.x) * token_scratch;
         memory_.rows = chunk_rows;
         memory_.slots = memory_.heads = memory_.slabs = 1;
-        memory_.channels = call.gate == core::Gate::channel ? call.key_size : 1;
+        memory_.channels = call_.gate == core::Gate::channel ? call_.key_size : 1;
         memory_.erased = scratch, memory_.dwritten = scratch + rows;
         memory_.dq = reinterpret_cast<float*>(scratch + 2 * rows);
         memory_.dk = memory_.dq + rows, memory_.dp = memory_.dk + rows;
-        if (call.gate == core::Gate::none || (!grad.dg && !saved.shares)) return;
+        if (call_.gate == core::Gate::none || (!grad_.dg && !saved_.shares)) return;
         memory_.ends = scratch + 4 * rows - S::K;
         memory_.written = scratch + 4 * rows, memory_.erase = scratch + 5 * rows, memory_.dstates = scratch + 6 * rows;
         static_assert(token_scratch >= 6 * rows + S::K * S::slab);
@@ -124,18 +123,15 @@ class ChunkUnfold {
 };
 
 template <class T>
-__global__ void __launch_bounds__(S::threads)
-    unfold_by_token_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                           const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
-    ChunkUnfold<T>(call, sequences, grad, saved).run();
+__global__ void __launch_bounds__(S::threads) unfold_by_token_kernel(const __grid_constant__ ChunkGradients of) {
+    ChunkUnfold<T>(of).run();
 }
 
 }  // namespace
 
-void launch_unfold_by_token(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                            const SavedChunks& saved, cudaStream_t stream) {
+void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream) {
     launch(unfold_by_token_kernel<SavedElement>, {dim3(token_blocks), S::threads, static_cast<int>(sizeof(Shared))},
-           stream, "gradients token by token", call, sequences, saved, grad);
+           stream, "gradients token by token", of);
 }
 
 }  // namespace softdelta::cuda

@@ -23,8 +23,9 @@ __device__ inline double raw_gate_gradient(const DeltaCall& call, Index at, int 
 
 // dg_s = through + Σ_(i ≥ s) (read_i + erase_i) + Σ_(j < s) write_j + pairs (i ≥ s > j), by a warp; erasing before the
 // decay: erase_i of i > s.
-__device__ inline void unfold_gates(const DeltaCall& call, const GradientViews& grad, const SavedChunks& saved,
-                                    const ChunkPlace& at, int hv, int lane, const GateParts& of, float through) {
+__device__ inline void unfold_gates(const ChunkGradients& pass, const ChunkPlace& at, int hv, int lane,
+                                    const GateParts& of, float through) {
+    const auto& [call, sequences, saved, grad] = pass;
     const bool before_decay = call.erase == core::Erase::from_previous_state;
     float later = of.read[0] + of.erase[0] + of.read[1] + of.erase[1], earlier = of.write[0] + of.write[1];
     unrolled<5>([&](int i) {
@@ -66,8 +67,8 @@ __device__ inline void unfold_gates(const DeltaCall& call, const GradientViews& 
 }
 
 // Row r, from the gradient of the β that rows are multiplied by.
-__device__ inline void unfold_beta(const DeltaCall& call, const GradientViews& grad, const ChunkPlace& at, int hv,
-                                   int r, float sum) {
+__device__ inline void unfold_beta(const ChunkGradients& pass, const ChunkPlace& at, int hv, int r, float sum) {
+    const auto& [call, sequences, saved, grad] = pass;
     if (r >= at.rows()) return;
     double dbeta = static_cast<double>(sum);
     if (call.raw_beta != core::RawBeta::none) [[unlikely]]

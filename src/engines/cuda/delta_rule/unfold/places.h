@@ -21,22 +21,20 @@ struct alignas(64) ChunkPlace {
 };
 
 struct ChunkPlaces {
-    const DeltaCall& call;
-    const ChunkSequences& sequences;
-    const SavedChunks& saved;
+    const ChunkGradients& of;
 
     __device__ unsigned count() const {
-        return static_cast<unsigned>(sequences.all_chunks()) * static_cast<unsigned>(call.key_heads());
+        return static_cast<unsigned>(of.sequences.all_chunks()) * static_cast<unsigned>(of.call.key_heads());
     }
     __device__ ChunkPlace operator[](unsigned number) const {
-        const unsigned heads = static_cast<unsigned>(call.key_heads());
+        const unsigned heads = static_cast<unsigned>(of.call.key_heads());
         const int h = static_cast<int>(number % heads);
-        const ChunkPosition at = sequences.number(number / heads);
+        const ChunkPosition at = of.sequences.number(number / heads);
         const Index slot = at.s.first_slot + at.c;
         const Sequence tokens{at.s.batch, at.s.begin + at.c * chunk_rows, at.rows(), -1};
         int left_out = tokens.count <= 0;
-        for (int i = 0; i < call.group && tokens.count > 0; ++i)
-            left_out |= saved.goes_by_token(slot, call.value_head(h, i));
+        for (int i = 0; i < of.call.group && tokens.count > 0; ++i)
+            left_out |= of.saved.goes_by_token(slot, of.call.value_head(h, i));
         return {number, tokens, slot, h, left_out};
     }
     // The block's first chunk from this one on that is not left out; otherwise one that is.
@@ -49,7 +47,7 @@ struct ChunkPlaces {
     __device__ ChunkPlace take() const {
         ChunkPlace at{0, {}, 0, 0, 1};
         while (at.left_out != 0) {
-            const auto number = static_cast<unsigned>(atomicAdd(saved.taken, 1));
+            const auto number = static_cast<unsigned>(atomicAdd(of.saved.taken, 1));
             if (number >= count()) break;
             at = (*this)[number];
         }

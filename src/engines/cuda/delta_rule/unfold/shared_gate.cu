@@ -190,18 +190,17 @@ struct GateGradients {
             of.write[i] = my.sum_of(my.small.write, r);
             of.spans[i] = my.small.spans[r];
         });
-        cuda::unfold_gates(my.call, my.grad, my.saved, my.here(), hv, my.lane, of, through * my.factors().last);
+        unfold_gates(my.pass, my.here(), hv, my.lane, of, through * my.factors().last);
     }
 };
 
 template <class T, int D, bool own_p, bool warpgroups>
-__global__ void __launch_bounds__(unfold_threads, 1)
-    unfold_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                  const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
+__global__ void __launch_bounds__(unfold_threads, 1) unfold_kernel(const __grid_constant__ ChunkGradients of) {
+    const DeltaCall& call = of.call;
     using Tiles = UnfoldTiles<T, D, own_p, warpgroups>;
     using Sums = typename Tiles::Sums;
     constexpr int C = chunk_rows, last_thread = unfold_threads - 1;
-    Tiles my(call, sequences, grad, saved);
+    Tiles my(of);
     const UnfoldCopies<Tiles> copy{my};
     const UnfoldFactors<Tiles> factors{my};
     const PairGradients<Tiles> pairs{my};
@@ -254,8 +253,8 @@ __global__ void __launch_bounds__(unfold_threads, 1)
             __syncthreads();
             copy.rest_of_next(i);
             if (my.thread < 32) gates.end(hv);
-            if (const int row = my.thread - 64; row >= 0 && row < C && grad.dbeta)
-                unfold_beta(call, grad, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+            if (const int row = my.thread - 64; row >= 0 && row < C && of.grad.dbeta)
+                unfold_beta(of, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
         }
         keys.store_all(dq, dk, of_p);
         my.turn ^= 1;
@@ -269,19 +268,18 @@ __global__ void __launch_bounds__(unfold_threads, 1)
 
 }  // namespace
 
-void launch_unfold(Level level, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                   const SavedChunks& saved, cudaStream_t stream) {
-    const Index chunks = sequences.most_chunks() * call.key_heads();
+void launch_unfold(Level level, const ChunkGradients& of, cudaStream_t stream) {
+    const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
     const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
     const auto with = [&]<int D, bool own_p, bool warpgroups>() {
         launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
                {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p>::bytes}, stream,
-               "gradients of the delta rules", call, sequences, saved, grad);
+               "gradients of the delta rules", of);
     };
     const bool warpgroups = level == Level::sm_90a;
-    if (saved.size == 64)
+    if (of.saved.size == 64)
         with.template operator()<64, false, false>();
-    else if (!call.own_p)
+    else if (!of.call.own_p)
         with.template operator()<128, false, false>();
     else
         warpgroups ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();

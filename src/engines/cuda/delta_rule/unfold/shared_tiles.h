@@ -48,13 +48,12 @@ struct UnfoldTiles {
     static constexpr int N = D / 8 / quarters;  // accumulators of 8 columns of a warp
     using Sums = float[N][4];
 
-    __device__ UnfoldTiles(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                           const SavedChunks& saved)
-        : call(call), grad(grad), saved(saved), sequences(sequences) {}
+    __device__ explicit UnfoldTiles(const ChunkGradients& of)
+        : pass(of), call(of.call), grad(of.grad), saved(of.saved) {}
 
     // --- chunks and their tiles
 
-    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{call, sequences, saved}.find(number); }
+    __device__ ChunkPlace find(unsigned number) const { return ChunkPlaces{pass}.find(number); }
     __device__ const ChunkPlace& here() const { return small.places[step % 4]; }
     __device__ ChunkPlace& next() const { return small.places[(step + 1) % 4]; }
 
@@ -184,10 +183,10 @@ struct UnfoldTiles {
         return (x[0][r] + x[1][r]) + (x[2][r] + x[3][r]);
     }
 
+    const ChunkGradients& pass;
     const DeltaCall& call;
     const GradientViews& grad;
     const SavedChunks& saved;
-    const ChunkSequences& sequences;
     unsigned step = 0;  // chunks that the block has had
     int turn = 0;
     int thread = static_cast<int>(threadIdx.x), lane = thread % 32, block = thread / 32 % 4;

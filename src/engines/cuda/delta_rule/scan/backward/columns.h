@@ -23,12 +23,11 @@ class ColumnScan {
     static constexpr bool channel = Memory::channel, staged = Memory::staged;
     static constexpr int C = chunk_rows, slab = Memory::slab;
 
-    __device__ ColumnScan(const DeltaCall& the_call, const ChunkSequences& sequences, int sequence,
-                          const SavedChunks& the_saved)
-        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(sequences[sequence])},
-          call(the_call),
-          saved(the_saved),
-          s(sequences[sequence]) {}
+    __device__ ColumnScan(const ChunkGradients& of, int sequence)
+        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(of.sequences[sequence])},
+          call(of.call),
+          saved(of.saved),
+          s(of.sequences[sequence]) {}
 
     __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 

@@ -13,29 +13,26 @@ namespace {
 // The longer ones first: from the end, those of all sequences.
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    scan_kernel(const __grid_constant__ Scans scans, const __grid_constant__ DeltaCall call,
-                const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
-                const __grid_constant__ GradientViews grad) {
+    scan_kernel(const __grid_constant__ Scans scans, const __grid_constant__ ChunkGradients of) {
     if constexpr (!warpgroups || ptx::has_warpgroups) {
         if constexpr (warpgroups) ptx::follow_launch_before();
-        const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? sequences.count : 0;
+        const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? of.sequences.count : 0;
         if (n < count)
-            ScanFromEnd<T, K, warps, kind, warpgroups>{{call, sequences, n, saved}, grad}.run();
+            ScanFromEnd<T, K, warps, kind, warpgroups>{{of, n}, of.grad}.run();
         else
-            ScanFromStart<T, K, warps, kind, warpgroups>{{call, sequences, n - count, saved}}.run();
+            ScanFromStart<T, K, warps, kind, warpgroups>{{of, n - count}}.run();
     }
 }
 
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
-void launch_scan_kernel(Scans scans, const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                        const SavedChunks& saved, cudaStream_t stream) {
-    const int each = sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
-    const dim3 blocks(static_cast<unsigned>(saved.size / (16 * warps)), static_cast<unsigned>(call.heads),
+void launch_scan_kernel(Scans scans, const ChunkGradients& of, cudaStream_t stream) {
+    const int each = of.sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
+    const dim3 blocks(static_cast<unsigned>(of.saved.size / (16 * warps)), static_cast<unsigned>(of.call.heads),
                       static_cast<unsigned>(each));
     constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::Memory::bytes,
                                    ScanFromStart<T, K, warps, kind, warpgroups>::Memory::bytes);
     launch(scan_kernel<T, K, warps, kind, warpgroups>, {blocks, 32 * (warps + copy_warps), bytes, warpgroups}, stream,
-           "the delta rules' scans for gradients", scans, call, sequences, saved, grad);
+           "the delta rules' scans for gradients", scans, of);
 }
 
 // use.template operator()<warps, kind>(), K and V filled up to 128: few heads take less columns for each block, so that
@@ -60,16 +57,12 @@ void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
 }  // namespace
 
 // Warpgroups: on sm_90a, of rules that erase, K and V filled up to 128.
-void launch_scans(Level level, Scans scans, const DeltaCall& call, const ChunkSequences& sequences,
-                  const GradientViews& grad, const SavedChunks& saved, cudaStream_t stream) {
-    if (saved.size == 64)
-        return launch_scan_kernel<SavedElement, 64, 4, KeyKind::plain, false>(scans, call, sequences, grad, saved,
-                                                                              stream);
-    const bool warpgroups = level == Level::sm_90a && call.erase != core::Erase::nothing;
-    with_wide_scan(call, sequences.count, [&]<int warps, KeyKind kind>() {
-        (warpgroups
-             ? launch_scan_kernel<SavedElement, 128, warps, kind, true>
-             : launch_scan_kernel<SavedElement, 128, warps, kind, false>)(scans, call, sequences, grad, saved, stream);
+void launch_scans(Level level, Scans scans, const ChunkGradients& of, cudaStream_t stream) {
+    if (of.saved.size == 64) return launch_scan_kernel<SavedElement, 64, 4, KeyKind::plain, false>(scans, of, stream);
+    const bool warpgroups = level == Level::sm_90a && of.call.erase != core::Erase::nothing;
+    with_wide_scan(of.call, of.sequences.count, [&]<int warps, KeyKind kind>() {
+        (warpgroups ? launch_scan_kernel<SavedElement, 128, warps, kind, true>
+                    : launch_scan_kernel<SavedElement, 128, warps, kind, false>)(scans, of, stream);
     });
 }
 

@@ -15,18 +15,18 @@ class Copies {
     static constexpr int record_bytes = Layout::scored ? Layout::Record::bytes : SolvedChunk::bytes;
 
   public:
-    __device__ Copies(const DeltaCall& call, const DeltaSequence& s, const FoldedChunks& folded, const FoldFlags& flags,
-                      const KeptChunks& of_backward, const Layout& shared, const ScanPlace& place, int thread)
+    __device__ Copies(const ChunkForward& of, const DeltaSequence& s, const Layout& shared, const ScanPlace& place,
+                      int thread)
         : shared_(shared),
-          q_(call.q, s, call.key_head(place.hv), 0, call.key_size, thread),
-          k_(call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
-          p_(keys == Keys::own_p ? call.p : call.k, s, call.key_head(place.hv), 0, call.key_size, thread),
-          v_(call.v, s, place.hv, place.first_column, call.value_size, thread),
+          q_(of.call.q, s, of.call.key_head(place.hv), 0, of.call.key_size, thread),
+          k_(of.call.k, s, of.call.key_head(place.hv), 0, of.call.key_size, thread),
+          p_(keys == Keys::own_p ? of.call.p : of.call.k, s, of.call.key_head(place.hv), 0, of.call.key_size, thread),
+          v_(of.call.v, s, place.hv, place.first_column, of.call.value_size, thread),
           slot_(s.first_slot),
-          record_(folded.record(slot_, place.hv, record_bytes)),
-          score_(apart ? of_backward.record(slot_ * folded.heads + place.hv) : nullptr),
-          flag_(flags.of(slot_, place.hv)),
-          heads_(folded.heads),
+          record_(of.folded.record(slot_, place.hv, record_bytes)),
+          score_(apart ? of.out.kept.record(slot_ * of.folded.heads + place.hv) : nullptr),
+          flag_(of.flags.of(slot_, place.hv)),
+          heads_(of.folded.heads),
           thread_(thread),
           count_(s.count) {}
 

@@ -15,32 +15,26 @@ using namespace chunk_scan;
 
 template <class T, int K, bool keeps>
 __global__ void __launch_bounds__(Folds<T, K, keeps>::warpgroups* warpgroup_threads, 1)
-    fold_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
-                       const __grid_constant__ KeptChunks kept) {
+    fold_beside_kernel(const __grid_constant__ ChunkForward of) {
     if constexpr (ptx::has_warpgroups) {
         ptx::let_next_begin();
-        Folds<T, K, keeps>(call, sequences, folded, flags, kept)
-            .run(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+        Folds<T, K, keeps>(of).run(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     }
 }
 
 template <class T, int K, bool keeps>
 __global__ void __launch_bounds__(Roles<1, true>::threads, 1)
-    scan_beside_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                       const __grid_constant__ FoldedChunks folded, const __grid_constant__ FoldFlags flags,
-                       const __grid_constant__ ChunkOutputs out, const __grid_constant__ KeptBoxes boxes) {
+    scan_beside_kernel(const __grid_constant__ ChunkForward of, const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         scan_in_roles<T, K, Keys::scored, 1, keeps, true>(
-            call, sequences, folded, flags, out, boxes,
+            of, boxes,
             {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slab});
         ptx::wait_for_launch_before();  // who comes after this launch comes after the fold
     }
 }
 
 template <class T, int K>
-void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                 const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
+void launch_with(const ChunkForward& of, int folding, cudaStream_t stream) {
     using Fold = Folds<T, K, false>;
     constexpr int scan_bytes = Shared<T, K, Keys::scored, 1>::bytes;
     // More than half of what a multiprocessor has.
@@ -49,12 +43,11 @@ void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const F
     auto* fold = fold_beside_kernel<T, K, false>;
     auto* scan = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
-        if (out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
-    const KeptBoxes boxes = kept_boxes(out.kept, folded, sequences, slab);
+        if (of.out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
     launch(fold, {dim3(static_cast<unsigned>(folding)), Fold::warpgroups * warpgroup_threads, fold_bytes}, stream,
-           "the delta rules' fold beside the scan", call, sequences, folded, flags, out.kept);
-    launch(scan, {scan_blocks(call, sequences, out, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
-           "the delta rules' scan beside the fold", call, sequences, folded, flags, out, boxes);
+           "the delta rules' fold beside the scan", of);
+    launch(scan, {scan_blocks(of, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
+           "the delta rules' scan beside the fold", of, kept_boxes(of, slab));
 }
 
 }  // namespace
@@ -68,15 +61,12 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
     return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
 }
 
-void launch_fold_and_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                          const FoldFlags& flags, const ChunkOutputs& out, int folding, cudaStream_t stream) {
-    const bool narrow = call.key_size <= 64;
-    const auto run = call.q.dtype == core::DType::bf16
-                         ? (narrow ? launch_with<__nv_bfloat16, 64> : launch_with<__nv_bfloat16, 128>)
-                         : (narrow ? launch_with<__half, 64> : launch_with<__half, 128>);
-    check(cudaMemsetAsync(flags.data, 0, static_cast<std::size_t>(flags.count) * sizeof(int), stream),
+void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream) {
+    check(cudaMemsetAsync(of.flags.data, 0, static_cast<std::size_t>(of.flags.count) * sizeof(int), stream),
           "clearing memory");
-    run(call, sequences, folded, flags, out, folding, stream);
+    with_half(of.call, [&]<class T>() {
+        (of.call.key_size <= 64 ? launch_with<T, 64> : launch_with<T, 128>)(of, folding, stream);
+    });
 }
 
 }  // namespace softdelta::cuda

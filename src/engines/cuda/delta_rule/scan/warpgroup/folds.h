@@ -23,9 +23,8 @@ class Folds {
     static constexpr int warpgroups = 5, bytes = warpgroups * warpgroup_bytes;
     static_assert(bytes <= 227 * 1024);
 
-    __device__ Folds(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                     const FoldFlags& flags, const KeptChunks& kept)
-        : call_(call), sequences_(sequences), folded_(folded), kept_(kept), flags_(flags) {}
+    __device__ explicit Folds(const ChunkForward& of)
+        : call_(of.call), sequences_(of.sequences), folded_(of.folded), kept_(of.out.kept), flags_(of.flags) {}
 
     // What falls to this warpgroup of the warpgroups of so many blocks: chunks in the order of time, as the scan wants
     // them.

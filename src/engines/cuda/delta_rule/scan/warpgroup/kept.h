@@ -24,10 +24,10 @@ inline Boxes boxes_of_tiles(char* data, Index tiles, int tile_rows, int rows) {
 struct KeptBoxes {
     Boxes state, U;
 };
-inline KeptBoxes kept_boxes(const KeptChunks& kept, const FoldedChunks& folded, const ChunkSequences& sequences,
-                            int columns) {
+inline KeptBoxes kept_boxes(const ChunkForward& of, int columns) {
+    const KeptChunks& kept = of.out.kept;
     if (kept.states == nullptr) return {};
-    const Index tiles = sequences.end_slot() * folded.heads;
+    const Index tiles = of.sequences.end_slot() * of.folded.heads;
     const KeptBoxes boxes{boxes_of_tiles(kept.states, tiles, KeptChunks::size, columns),
                           boxes_of_tiles(kept.U, tiles, chunk_rows, chunk_rows)};
     if (!boxes.state.given || !boxes.U.given)

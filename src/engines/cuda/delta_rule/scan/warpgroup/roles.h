@@ -28,11 +28,9 @@ struct Roles {
 
 // beside: other blocks fold the chunks meanwhile.
 template <class T, int K, Keys keys, int slabs, bool keeps, bool beside>
-__device__ void scan_in_roles(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                              const FoldFlags& flags, const ChunkOutputs& out, const KeptBoxes& boxes,
-                              const ScanPlace& place) {
+__device__ void scan_in_roles(const ChunkForward& of, const KeptBoxes& boxes, const ScanPlace& place) {
     const Shared<T, K, keys, slabs> shared{ptx::shared_address(ptx::shared_memory())};
-    const DeltaSequence s = sequences[place.sequence];
+    const DeltaSequence s = of.sequences[place.sequence];
     const int chunks = static_cast<int>((s.count + C - 1) / C),
               thread = static_cast<int>(threadIdx.x) % warpgroup_threads,
               role = static_cast<int>(threadIdx.x) / warpgroup_threads;
@@ -41,20 +39,18 @@ __device__ void scan_in_roles(const DeltaCall& call, const ChunkSequences& seque
     __syncthreads();
     if (role < slabs) {
         ptx::take_registers<Role::of_states>();
-        States<T, K, keys, slabs>(call, sequences, s, out, place, role).run(shared, chunks);
+        States<T, K, keys, slabs>(of, s, place, role).run(shared, chunks);
     } else if (role == slabs) {
         ptx::take_registers<Role::of_outputs>();
-        Outputs<T, K, keys, slabs, keeps>{call, s, out, boxes, shared, place, thread / 32, thread % 32}.run(
+        Outputs<T, K, keys, slabs, keeps>{of.call, s, of.out, boxes, shared, place, thread / 32, thread % 32}.run(
             chunks, s.first_slot);
     } else {
         ptx::release_registers<Role::of_copies>();
         const int other = static_cast<int>(threadIdx.x) - (slabs + 1) * warpgroup_threads;
         if (other < Role::copying)
-            Copies<T, K, keys, slabs, Role::copying, keeps, beside>(call, s, folded, flags, out.kept, shared, place,
-                                                                    other)
-                .run(chunks);
+            Copies<T, K, keys, slabs, Role::copying, keeps, beside>(of, s, shared, place, other).run(chunks);
         else
-            Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying, call.l2norm}.run(chunks);
+            Looks<T, K, keys, slabs, Role::looking>{shared, other - Role::copying, of.call.l2norm}.run(chunks);
     }
 }
 

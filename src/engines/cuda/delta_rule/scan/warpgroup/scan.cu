@@ -11,51 +11,45 @@ using namespace chunk_scan;
 
 template <class T, int K, Keys keys, int slabs, bool keeps>
 __global__ void __launch_bounds__(Roles<slabs, false>::threads, 1)
-    warpgroup_scan_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                          const __grid_constant__ FoldedChunks folded, const __grid_constant__ ChunkOutputs out,
-                          const __grid_constant__ KeptBoxes boxes) {
+    warpgroup_scan_kernel(const __grid_constant__ ChunkForward of, const __grid_constant__ KeptBoxes boxes) {
     if constexpr (ptx::has_warpgroups)
         scan_in_roles<T, K, keys, slabs, keeps, false>(
-            call, sequences, folded, {}, out, boxes,
+            of, boxes,
             {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * slabs * slab});
 }
 
 template <class T, int K, Keys keys, int slabs>
-void launch_with(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                 const ChunkOutputs& out, bool early, cudaStream_t stream) {
+void launch_with(const ChunkForward& of, bool early, cudaStream_t stream) {
     auto* kernel = warpgroup_scan_kernel<T, K, keys, slabs, false>;
     if constexpr (can_keep_chunks<T, K>)
-        if (out.kept.states != nullptr) kernel = warpgroup_scan_kernel<T, K, keys, slabs, true>;
+        if (of.out.kept.states != nullptr) kernel = warpgroup_scan_kernel<T, K, keys, slabs, true>;
     launch(kernel,
-           {scan_blocks(call, sequences, out, slabs * slab), Roles<slabs, false>::threads,
-            Shared<T, K, keys, slabs>::bytes, early},
-           stream, "the delta rules' scan over chunks", call, sequences, folded, out,
-           kept_boxes(out.kept, folded, sequences, slabs * slab));
+           {scan_blocks(of, slabs * slab), Roles<slabs, false>::threads, Shared<T, K, keys, slabs>::bytes, early},
+           stream, "the delta rules' scan over chunks", of, kept_boxes(of, slabs * slab));
 }
 
-template <class T, int slabs>
-void launch_for(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                const ChunkOutputs& out, bool early, cudaStream_t stream) {
-    const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
-                     : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
-                     : call.own_p                       ? launch_with<T, 128, Keys::own_p, slabs>
-                     : call.key_size <= 64              ? launch_with<T, 64, Keys::plain, 1>
-                                                        : launch_with<T, 128, Keys::plain, slabs>;
-    run(call, sequences, folded, out, early, stream);
+template <int slabs>
+void launch_for(const ChunkForward& of, bool early, cudaStream_t stream) {
+    const DeltaCall& call = of.call;
+    with_half(call, [&]<class T>() {
+        const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
+                         : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
+                         : call.own_p                       ? launch_with<T, 128, Keys::own_p, slabs>
+                         : call.key_size <= 64              ? launch_with<T, 64, Keys::plain, 1>
+                                                            : launch_with<T, 128, Keys::plain, slabs>;
+        run(of, early, stream);
+    });
 }
 
 }  // namespace
 
-void launch_warpgroup_scan(const DeltaCall& call, const ChunkSequences& sequences, const FoldedChunks& folded,
-                           const ChunkOutputs& out, bool early, cudaStream_t stream) {
+void launch_warpgroup_scan(const ChunkForward& of, bool early, cudaStream_t stream) {
     // Both halves of a head in one block, where such blocks fill the card. With three tiles of keys there are two
     // stages then, too few where a chunk is kept until what it leaves is stored.
-    const bool keeps = out.kept.states != nullptr, wide = has_many_heads(call, sequences.count) &&
-                                                          (call.value_size > slab || keeps) && !(keeps && call.own_p);
-    const bool bf16 = call.q.dtype == core::DType::bf16;
-    const auto run = wide ? (bf16 ? launch_for<__nv_bfloat16, 2> : launch_for<__half, 2>)
-                          : (bf16 ? launch_for<__nv_bfloat16, 1> : launch_for<__half, 1>);
-    run(call, sequences, folded, out, early, stream);
+    const bool keeps = of.out.kept.states != nullptr, wide = has_many_heads(of.call, of.sequences.count) &&
+                                                             (of.call.value_size > slab || keeps) &&
+                                                             !(keeps && of.call.own_p);
+    (wide ? launch_for<2> : launch_for<1>)(of, early, stream);
 }
 
 }  // namespace softdelta::cuda

@@ -20,10 +20,8 @@ struct States {
     const int strip;  // of the block's value columns, those of the warp
 
     // which: of the block's slabs.
-    __device__ States(const DeltaCall& call, const ChunkSequences& sequences, const DeltaSequence& s,
-                      const ChunkOutputs& out, const ScanPlace& place, int which)
-        : my(call, sequences, s, out, place.hv, place.first_column + which * slab,
-             static_cast<int>(threadIdx.x) / 32 % 4),
+    __device__ States(const ChunkForward& of, const DeltaSequence& s, const ScanPlace& place, int which)
+        : my(of, s, place.hv, place.first_column + which * slab, static_cast<int>(threadIdx.x) / 32 % 4),
           strip(4 * which + my.warp) {}
 
     __device__ void run(const Layout& shared, int chunks) {

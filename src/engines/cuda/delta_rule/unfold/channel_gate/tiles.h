@@ -66,9 +66,8 @@ struct ChannelTiles {
     using ValueRows = KeyTile<T, D>;
     using Square = Tile<T, C>;
 
-    __device__ ChannelTiles(const DeltaCall& call, const ChunkPosition& at, const GradientViews& grad,
-                            const SavedChunks& saved)
-        : call(call), grad(grad), saved(saved), s(at.s), c(at.c), rows(at.rows()) {}
+    __device__ ChannelTiles(const ChunkGradients& of, const ChunkPosition& at)
+        : call(of.call), grad(of.grad), saved(of.saved), s(at.s), c(at.c), rows(at.rows()) {}
 
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {

@@ -104,12 +104,11 @@ struct ChannelProducts {
 };
 
 template <class T>
-__global__ void __launch_bounds__(channel_threads, 1)
-    unfold_channel_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ ChunkSequences sequences,
-                          const __grid_constant__ SavedChunks saved, const __grid_constant__ GradientViews grad) {
+__global__ void __launch_bounds__(channel_threads, 1) unfold_channel_kernel(const __grid_constant__ ChunkGradients of) {
+    const auto& [call, sequences, saved, grad] = of;
     using Layout = ChannelMemory<T>;
     constexpr int C = chunk_rows, D = channels, threads = channel_threads;
-    ChannelTiles<T> my(call, chunk_of_block(sequences), grad, saved);
+    ChannelTiles<T> my(of, chunk_of_block(sequences));
     const ChannelOperands<T> operands{my};
     const ChannelProducts<T> products{my};
     const ChannelResults<T> results{my};
@@ -229,11 +228,10 @@ __global__ void __launch_bounds__(channel_threads, 1)
 
 }  // namespace
 
-void launch_unfold_channel(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                           const SavedChunks& saved, cudaStream_t stream) {
+void launch_unfold_channel(const ChunkGradients& of, cudaStream_t stream) {
     launch(unfold_channel_kernel<SavedElement>,
-           {blocks_by_head(call, sequences), channel_threads, ChannelMemory<SavedElement>::bytes}, stream,
-           "gradients of the delta rules", call, sequences, saved, grad);
+           {blocks_by_head(of), channel_threads, ChannelMemory<SavedElement>::bytes}, stream,
+           "gradients of the delta rules", of);
 }
 
 }  // namespace softdelta::cuda

@@ -19,11 +19,11 @@ inline Boxes boxes_of_rows(const View& v, Index batches, Index tokens, Index hea
                            int rows = chunk_rows) {
     return boxes_of(v, {3, 1, 2, 0}, {channels, tokens, heads, batches}, rows);
 }
-inline UnfoldBoxes unfold_boxes(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                                const SavedChunks& saved) {
+inline UnfoldBoxes unfold_boxes(const ChunkGradients& of) {
+    const auto& [call, sequences, saved, grad] = of;
     const Index batches = sequences.packed ? 1 : sequences.first + sequences.count, tiles = saved.slots * saved.heads;
-    const auto rows = [&](const View& v, Index heads, int channels) {
-        return boxes_of_rows(v, batches, call.tokens, heads, channels);
+    const auto rows = [&, tokens = call.tokens](const View& v, Index heads, int channels) {
+        return boxes_of_rows(v, batches, tokens, heads, channels);
     };
     UnfoldBoxes boxes;
     boxes.q = rows(call.q, call.key_heads(), call.key_size);

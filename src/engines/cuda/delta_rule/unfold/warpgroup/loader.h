@@ -20,7 +20,7 @@ struct Loader {
     const UnfoldBoxes& boxes;
 
     __device__ void run() const {
-        const ChunkPlaces places{my.call, my.sequences, my.saved};
+        const ChunkPlaces places{my.pass};
         if (my.thread == finder) my.small.places[0] = places.take();
         unsigned n = 0;
         for (unsigned step = 0;; ++step) {

@@ -23,9 +23,8 @@ struct UnfoldWarpgroup {
     using Left = std::uint32_t[C / 16][4];
     using Diagonal = float[2][4];  // a warp's block [16, 16]
 
-    __device__ UnfoldWarpgroup(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                               const SavedChunks& saved)
-        : call(call), grad(grad), saved(saved), sequences(sequences) {}
+    __device__ explicit UnfoldWarpgroup(const ChunkGradients& of)
+        : pass(of), call(of.call), grad(of.grad), saved(of.saved) {}
 
     // take(place, step) for the block's chunks in order, when their keys are there.
     template <class Take>
@@ -184,10 +183,10 @@ struct UnfoldWarpgroup {
         });
     }
 
+    const ChunkGradients& pass;
     const DeltaCall& call;
     const GradientViews& grad;
     const SavedChunks& saved;
-    const ChunkSequences& sequences;
     int thread = static_cast<int>(threadIdx.x) % warpgroup_threads, lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // known to be it
     const bool erases = call.erase != core::Erase::nothing;

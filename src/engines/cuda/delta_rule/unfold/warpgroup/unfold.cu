@@ -148,7 +148,7 @@ struct Eraser {
                     if (my.warp == 0) end_gates(at, hv, f, sums);
                 }
                 if (my.grad.dbeta && my.warp >= 2)
-                    unfold_beta(my.call, my.grad, at, hv, my.thread - 64,
+                    unfold_beta(my.pass, at, hv, my.thread - 64,
                                 my.erases ? sums.of_values[my.thread - 64] +
                                                 (sums.erase[my.thread - 64] + sums.erased[my.thread - 64])
                                           : 0.0F);
@@ -200,7 +200,7 @@ struct Eraser {
             of.write[i] = sums.write[r];
             of.spans[i] = sums.spans[r];
         });
-        unfold_gates(my.call, my.grad, my.saved, at, hv, my.lane, of, (sums.through[0] + sums.through[1]) * f.last);
+        unfold_gates(my.pass, at, hv, my.lane, of, (sums.through[0] + sums.through[1]) * f.last);
     }
 };
 
@@ -293,9 +293,8 @@ struct Writer {
 
 template <class T, bool single>
 __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
-    unfold_warpgroup_kernel(const __grid_constant__ UnfoldBoxes boxes, const __grid_constant__ DeltaCall call,
-                            const __grid_constant__ ChunkSequences sequences, const __grid_constant__ SavedChunks saved,
-                            const __grid_constant__ GradientViews grad) {  // boxes come first: 2 % on an H200
+    unfold_warpgroup_kernel(const __grid_constant__ UnfoldBoxes boxes,  // they come first: 2 % on an H200
+                            const __grid_constant__ ChunkGradients of) {
     if constexpr (ptx::has_warpgroups) {
         ptx::let_next_begin();
         const WarpgroupMemory<T> m{ptx::shared_address(ptx::shared_memory())};
@@ -317,33 +316,31 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
         const int role = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / warpgroup_threads, 0);
         if (role == 0) {
             ptx::release_registers<RoleRegisters::loader>();
-            Loader<T>{{call, sequences, grad, saved}, boxes}.run();
+            Loader<T>{UnfoldWarpgroup<T>(of), boxes}.run();
         } else if (role == 1) {
             ptx::take_registers<RoleRegisters::reader>();
-            Reader<T, single>{{call, sequences, grad, saved}, boxes}.run();
+            Reader<T, single>{UnfoldWarpgroup<T>(of), boxes}.run();
         } else if (role == 2) {
             ptx::take_registers<RoleRegisters::eraser>();
-            Eraser<T, single>{{call, sequences, grad, saved}}.run();
+            Eraser<T, single>{UnfoldWarpgroup<T>(of)}.run();
         } else {
             ptx::take_registers<RoleRegisters::writer>();
-            Writer<T, single>{{call, sequences, grad, saved}}.run();
+            Writer<T, single>{UnfoldWarpgroup<T>(of)}.run();
         }
     }
 }
 
 }  // namespace
 
-void launch_unfold_warpgroups(const DeltaCall& call, const ChunkSequences& sequences, const GradientViews& grad,
-                              const SavedChunks& saved, cudaStream_t stream) {
-    const Index chunks = sequences.most_chunks() * call.key_heads();
+void launch_unfold_warpgroups(const ChunkGradients& of, cudaStream_t stream) {
+    const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
     const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
     const auto with = [&]<bool single>() {
         launch(unfold_warpgroup_kernel<SavedElement, single>,
                {blocks, role_count * warpgroup_threads, WarpgroupMemory<SavedElement>::bytes, true}, stream,
-               "gradients of the delta rules", unfold_boxes(call, sequences, grad, saved), call, sequences, saved,
-               grad);
+               "gradients of the delta rules", unfold_boxes(of), of);
     };
-    call.group == 1 ? with.template operator()<true>() : with.template operator()<false>();
+    of.call.group == 1 ? with.template operator()<true>() : with.template operator()<false>();
 }
 
 }  // namespace softdelta::cuda
