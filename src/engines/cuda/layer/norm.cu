@@ -85,21 +85,18 @@ __global__ void __launch_bounds__(warps* lanes) norm_rows(NormCall c, View y) {
 #pragma unroll 1
     for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp<held>, c.rows); ++row) {
         const Place at = c.place(row);
-        float squares = 0;
-        for (int d = first; d < c.channels; d += lanes * n) {
-            part.load(c, at, d);
-            unrolled<n>([&](int i) { squares = fmaf(part.x[i], part.x[i], squares); });
-        }
-        squares = sum_of_warp(squares);
-        float r = c.scale(squares);
-        if (isinf(squares)) [[unlikely]] {
-            squares = 0;
+        const auto sum_squares = [&](float factor, bool loads) {
+            float squares = 0;
             for (int d = first; d < c.channels; d += lanes * n) {
-                if (!held) part.load(c, at, d);
-                unrolled<n>([&](int i) { squares = fmaf(shrunk * part.x[i], shrunk * part.x[i], squares); });
+                if (loads) part.load(c, at, d);
+                unrolled<n>([&](int i) { squares = fmaf(factor * part.x[i], factor * part.x[i], squares); });
             }
-            r = shrunk / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
-        }
+            return sum_of_warp(squares);
+        };
+        const float squares = sum_squares(1, true);
+        float r = c.scale(squares);
+        if (isinf(squares)) [[unlikely]]
+            r = shrunk / sqrtf(sum_squares(shrunk, !held) / static_cast<float>(c.channels));
         for (int d = first; d < c.channels; d += lanes * n) {
             if (!held) part.load(c, at, d), part.load_weight(c, d);
             float result[n];
@@ -125,35 +122,32 @@ __global__ void __launch_bounds__(warps* lanes, held&& std::is_same_v<T, float> 
 #pragma unroll 1
     for (std::uint32_t row = first_row; row < min(first_row + rows_of_warp<held>, c.rows); ++row) {
         const Place at = c.place(row);
-        float dy[n], squares = 0, product = 0;  // Σ x², Σ dn x
+        float dy[n];
         const auto load_part = [&](int d) {
             part.load(c, at, d);
             if (!held) part.load_weight(c, d);
             load_neighbours<T>(g.dy, at.offset(g.dy, d), dy);
         };
-        for (int d = first; d < c.channels; d += lanes * n) {
-            load_part(d);
-            unrolled<n>([&](int i) {
-                squares = fmaf(part.x[i], part.x[i], squares);
-                product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, part.x[i], product);
-            });
-        }
-        squares = sum_of_warp(squares);
-        float r = c.scale(squares);
-        float mean = sum_of_warp(product) * r / static_cast<float>(c.channels);
-        if (isinf(squares)) [[unlikely]] {
-            squares = product = 0;
+        const auto sum = [&](float factor, bool loads) {  // Σ x², Σ dn x
+            float squares = 0, product = 0;
             for (int d = first; d < c.channels; d += lanes * n) {
-                if (!held) load_part(d);
+                if (loads) load_part(d);
                 unrolled<n>([&](int i) {
-                    const float x = shrunk * part.x[i];
+                    const float x = factor * part.x[i];
                     squares = fmaf(x, x, squares);
                     product = fmaf(dy[i] * part.weight[i] * part.gate(c, i).value, x, product);
                 });
             }
-            const float of_shrunk = 1 / sqrtf(sum_of_warp(squares) / static_cast<float>(c.channels));
+            return float2{sum_of_warp(squares), sum_of_warp(product)};
+        };
+        const float2 sums = sum(1, true);
+        float r = c.scale(sums.x);
+        float mean = sums.y * r / static_cast<float>(c.channels);
+        if (isinf(sums.x)) [[unlikely]] {
+            const float2 small = sum(shrunk, !held);
+            const float of_shrunk = 1 / sqrtf(small.x / static_cast<float>(c.channels));
             r = shrunk * of_shrunk;
-            mean = sum_of_warp(product) * of_shrunk / static_cast<float>(c.channels);
+            mean = small.y * of_shrunk / static_cast<float>(c.channels);
         }
         if (g.scales != nullptr && lane() == 0) g.scales[row] = r;
         for (int d = first; d < c.channels; d += lanes * n) {

@@ -56,42 +56,18 @@ struct ChannelOperands {
         my.store_operand(erase_keys, block, x);
     }
 
-    // P and Q: of warpgroups 16 rows by a warp of the first half, of warps alone 16 rows and one half of the columns.
+    // P and Q: 16 rows by a warp of the first half, the warps together where they are warpgroups.
     __device__ void pairs() const {
-        if constexpr (ptx::has_warpgroups) {
-            const int warp = __shfl_sync(0xffffffffu, my.warp, 0);  // known to be it
-            if (warp < 8) rows_of_pairs(warp / 4, warp % 4);
-        } else {
-            half_of_pairs(my.warp / 4 % 2, my.warp / 8);
-        }
-    }
-    __device__ void rows_of_pairs(int which, int block) const {
+        const int warp = __shfl_sync(0xffffffffu, my.warp, 0);  // known to be it
+        if (warp >= 8) return;
+        const int which = warp / 4, block = warp % 4;
         float x[C / 8][4];
-        begin_multiply_keys<T, true>(my.value_tile(which == 0 ? Layout::d_o : Layout::d_r), my.value_tile(Layout::u), 0,
-                                     my.lane, x);
-        ptx::wait_for_products<0>(x);
+        begin_multiply_keys<T, ptx::has_warpgroups>(my.value_tile(which == 0 ? Layout::d_o : Layout::d_r),
+                                                    my.value_tile(Layout::u), 16 * block, my.lane, x);
+        if constexpr (ptx::has_warpgroups) ptx::wait_for_products<0>(x);
         unrolled<C / 8>([&](int n) {
             if (n / 2 <= block) store_pairs(which, block, n, x[n]);
         });  // nobody reads the others
-    }
-    __device__ void half_of_pairs(int which, int column_half) const {
-        const int block = my.warp % 4;
-        float x[C / 16][4] = {};
-        const auto left = my.value_tile(which == 0 ? Layout::d_o : Layout::d_r), right = my.value_tile(Layout::u);
-#pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            if (2 * column_half > block) break;
-            std::uint32_t a[4], b[4];
-            left.load_left(a, 16 * block, depth, my.lane);
-            unrolled_while<2>([&](int n) {
-                if (2 * column_half + n > block) return false;
-                right.load_right(b, 32 * column_half + 16 * n, depth, my.lane);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-                return true;
-            });
-        }
-        unrolled<C / 16>([&](int n) { store_pairs(which, block, C / 16 * column_half + n, x[n]); });
     }
     __device__ void store_pairs(int which, int block, int at, const float (&x)[4]) const {
         unrolled<2>([&](int half) {
