@@ -160,9 +160,8 @@ void list_chunks(const core::DeltaInputs& in, const TokenRange& taken, const Chu
     const Index count = core::sequence_count(in);
     if (sequences.begins != nullptr) store_lengths(in.cu_seqlens, sequences.begins, stream);
     const Lengths lengths{view_of(in.cu_seqlens), static_cast<int>(count), taken, sequences.begins != nullptr};
-    const auto blocks = static_cast<unsigned>(1 + (sequences.chunks + threads - 1) / threads);
-    launch(list_kernel, {dim3(blocks), threads, static_cast<int>(sizeof(ListMemory))}, stream, "lists of chunks",
-           lengths, sequences);
+    launch(list_kernel, {1 + blocks_of(sequences.chunks, threads), threads, static_cast<int>(sizeof(ListMemory))},
+           stream, "lists of chunks", lengths, sequences);
 }
 
 }  // namespace softdelta::cuda

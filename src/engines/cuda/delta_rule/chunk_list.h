@@ -55,7 +55,7 @@ struct ChunkSequences {
     Index end_slot() const { return packed ? chunks : first_slot + count * row_slots; }
     Index most_chunks() const { return packed ? chunks : chunks * count; }
     // What is listed lies in one.
-    unsigned rows_of_grid() const { return packed ? 1U : static_cast<unsigned>(count); }
+    int rows_of_grid() const { return packed ? 1 : count; }
     // Of these, sequences [begin, begin + some).
     ChunkSequences part(int begin, int some) const {
         ChunkSequences s = *this;

@@ -71,11 +71,9 @@ struct ChunkGradients {
 
 // Blocks of a value head and chunk: heads, whose rows lie side by side in memory, run side by side.
 constexpr Index most_chunks = 65535;  // that a grid has in its second dimension
-inline dim3 blocks_by_head(const ChunkGradients& of) {
+inline Blocks blocks_by_head(const ChunkGradients& of) {
     const ChunkSequences& s = of.sequences;
-    const Index of_row = std::min(s.chunks, most_chunks),
-                rows = s.packed ? (s.chunks + most_chunks - 1) / most_chunks : s.count;
-    return {static_cast<unsigned>(of.call.heads), static_cast<unsigned>(of_row), static_cast<unsigned>(rows)};
+    return {of.call.heads, std::min(s.chunks, most_chunks), s.packed ? blocks_of(s.chunks, most_chunks) : s.count};
 }
 __device__ inline ChunkPosition chunk_of_block(const ChunkSequences& sequences) {
     const int row = static_cast<int>(blockIdx.z);

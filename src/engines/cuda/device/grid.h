@@ -6,7 +6,7 @@
 namespace softdelta::cuda {
 
 struct Grid {
-    dim3 blocks;
+    Blocks blocks;
     int threads;
     int shared_bytes = 0;
     bool early = false;  // begins when the blocks of the launch before let it: ptx::let_next_begin()

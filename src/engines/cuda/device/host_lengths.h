@@ -23,7 +23,7 @@ inline void store_lengths(const core::Tensor& t, core::Index* to, cudaStream_t s
         HostLengths some;
         const int count = static_cast<int>(std::min(t.shape[0] - first, core::Index(HostLengths::most)));
         for (int i = 0; i < count; ++i) some.at[i] = core::load_index(t, (first + i) * t.stride[0]);
-        launch(store_lengths_kernel, {dim3(1), 256}, stream, "lengths of sequences", some, count, to + first);
+        launch(store_lengths_kernel, {1, 256}, stream, "lengths of sequences", some, count, to + first);
     }
 }
 

@@ -95,6 +95,19 @@ inline int multiprocessors() {
     return multiprocessors(device);
 }
 
+// Of a grid.
+struct Blocks {
+    core::Index x, y, z;
+
+    Blocks(core::Index of_x, core::Index of_y = 1, core::Index of_z = 1) : x(of_x), y(of_y), z(of_z) {}
+    Blocks(const dim3& all) : Blocks(all.x, all.y, all.z) {}
+    operator dim3() const { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)); }
+};
+// As many as have them all, of so many each.
+inline core::Index blocks_of(core::Index all, core::Index each) {
+    return (all + each - 1) / each;
+}
+
 inline cudaStream_t stream_of(const core::Execution& execution) {
     return static_cast<cudaStream_t>(execution.stream);
 }

@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(threads)
 // ---------------------------------------------------------------------------------------------------------------------
 
 Grid grid_of(Index tiles, Index channels, int of_thread) {
-    const Index of_block = threads * of_thread;
-    return {{static_cast<unsigned>(tiles), static_cast<unsigned>((channels + of_block - 1) / of_block)}, threads};
+    return {{tiles, blocks_of(channels, threads * of_thread)}, threads};
 }
 
 // launch(call, tiles) for up to Sequences::most sequences at a time.
@@ -210,12 +209,12 @@ Index for_each_tiles(const Call& call, const core::Tensor& final_state, Index ti
     for (Index first = 0; first < sequences; first += Sequences::most) {
         const Index count = std::min<Index>(Sequences::most, sequences - first);
         c.sequences = sequences_of(in, tokens, pool, first, count);
-        c.tiles_of_row = (tokens + tile_tokens - 1) / tile_tokens;
+        c.tiles_of_row = blocks_of(tokens, tile_tokens);
         Index tiles = count * c.tiles_of_row;
         if (c.sequences.packed) {
             const bool known = c.sequences.begins_on_host;
             c.first_token = known ? c.sequences.begin[0] : 0;
-            tiles = ((known ? c.sequences.begin[count] : tokens) - c.first_token + tile_tokens - 1) / tile_tokens;
+            tiles = blocks_of((known ? c.sequences.begin[count] : tokens) - c.first_token, tile_tokens);
         }
         launch_tiles(c, tiles);
         c.first_tile += tiles;

@@ -205,17 +205,13 @@ NormCall norm_call(const Call& call) {
     return c;
 }
 
-unsigned blocks_of(Index warps_needed) {
-    return static_cast<unsigned>((warps_needed + warps - 1) / warps);
-}
-
 template <bool held>
-unsigned row_blocks(const core::NormInputs& in) {
-    return blocks_of((row_count(in) + rows_of_warp<held> - 1) / rows_of_warp<held>);
+Index row_blocks(const core::NormInputs& in) {
+    return blocks_of(blocks_of(row_count(in), rows_of_warp<held>), warps);
 }
 
 PartialSums sums_of(const engines::NormBackward& call) {
-    return {(row_count(call.in) + rows_of_sum - 1) / rows_of_sum, call.in.x.shape[3]};
+    return {blocks_of(row_count(call.in), rows_of_sum), call.in.x.shape[3]};
 }
 
 // r of every row, and sums for dw.
@@ -255,7 +251,7 @@ void with_rows(const std::initializer_list<const core::Tensor*>& tensors, const 
 void norm_forward(const engines::NormForward& call) {
     const OnDevice on(call.in.x.device);
     with_rows({&call.in.x, &call.in.z, &call.out.y}, [&](auto type, auto n, auto held) {
-        launch(norm_rows<decltype(type), n(), held()>, {{row_blocks<held()>(call.in)}, warps * lanes},
+        launch(norm_rows<decltype(type), n(), held()>, {row_blocks<held()>(call.in), warps * lanes},
                stream_of(call.execution), "the gated norm", norm_call(call), view_of(call.out.y));
     });
 }
@@ -274,11 +270,11 @@ void norm_backward(const engines::NormBackward& call) {
     const NormGradients g{view_of(grad.dy), view_of(grad.dx), view_of(grad.dz), memory.scales, memory.sums};
     const PartialSums sums = sums_of(call);
     with_rows({&call.in.x, &call.in.z, &grad.dy, &grad.dx, &grad.dz}, [&](auto type, auto n, auto held) {
-        launch(norm_gradients<decltype(type), n(), held()>, {{row_blocks<held()>(call.in)}, warps * lanes}, stream,
+        launch(norm_gradients<decltype(type), n(), held()>, {row_blocks<held()>(call.in), warps * lanes}, stream,
                "gradients of the gated norm", c, g);
-        const auto parts = static_cast<unsigned>((c.channels + lanes * n() - 1) / (lanes * n()));
         if (grad.dweight)
-            launch(sum_weight_gradients<decltype(type), n()>, {{blocks_of(sums.rows), parts}, warps * lanes}, stream,
+            launch(sum_weight_gradients<decltype(type), n()>,
+                   {{blocks_of(sums.rows, warps), blocks_of(c.channels, lanes * n())}, warps * lanes}, stream,
                    "gradients of the gated norm's weights", c, g);
     });
     if (!grad.dweight) return;

@@ -9,14 +9,6 @@ namespace {
 constexpr Index group = 64;
 constexpr int threads = 128;
 
-Index groups(Index rows) {
-    return (rows + group - 1) / group;
-}
-
-unsigned blocks(Index columns) {
-    return static_cast<unsigned>((columns + threads - 1) / threads);
-}
-
 // A thread sums a column of a group of rows.
 __global__ void add_groups(const float* from, Index rows, Index columns, float* to) {
     const Index column = static_cast<Index>(blockIdx.y) * threads + threadIdx.x, first = blockIdx.x * group;
@@ -35,15 +27,15 @@ __global__ void store_columns(const float* sums, View out, Index rows, Index col
 }  // namespace
 
 Index PartialSums::floats() const {
-    return (std::max<Index>(rows, 1) + groups(rows)) * columns;
+    return (std::max<Index>(rows, 1) + blocks_of(rows, group)) * columns;
 }
 
 const float* PartialSums::add(float* memory, cudaStream_t stream) const {
     float *from = memory, *to = memory + std::max<Index>(rows, 1) * columns;
     if (rows == 0)
         check(cudaMemsetAsync(from, 0, static_cast<std::size_t>(columns) * sizeof(float), stream), "sums of no rows");
-    for (Index left = rows; left > 1; left = groups(left)) {
-        launch(add_groups, {{static_cast<unsigned>(groups(left)), blocks(columns)}, threads}, stream, "partial sums",
+    for (Index left = rows; left > 1; left = blocks_of(left, group)) {
+        launch(add_groups, {{blocks_of(left, group), blocks_of(columns, threads)}, threads}, stream, "partial sums",
                from, left, columns, to);
         std::swap(from, to);
     }
@@ -53,8 +45,8 @@ const float* PartialSums::add(float* memory, cudaStream_t stream) const {
 void store_sums(const float* sums, Index first, const core::Tensor& out, cudaStream_t stream) {
     if (!out || out.count() == 0) return;
     const Index rows = out.shape[0], columns = out.count() / rows;
-    launch(store_columns, {{blocks(rows * columns)}, threads}, stream, "sums of weights", sums + first, view_of(out),
-           rows, columns);
+    launch(store_columns, {blocks_of(rows * columns, threads), threads}, stream, "sums of weights", sums + first,
+           view_of(out), rows, columns);
 }
 
 }  // namespace softdelta::cuda

@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(threads)
 }  // namespace
 
 void launch_kept_flags(const ChunkGradients& of, const int* kept_by_token, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>((of.sequences.chunks * of.call.heads + threads - 1) / threads),
-                      of.sequences.rows_of_grid());
+    const Blocks blocks(blocks_of(of.sequences.chunks * of.call.heads, threads), of.sequences.rows_of_grid());
     launch(kept_flags_kernel, {blocks, threads}, stream, "what the forward pass kept", of, kept_by_token);
 }
 

@@ -8,9 +8,8 @@
 #include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
-inline dim3 fold_blocks(const ChunkForward& of) {
-    return {static_cast<unsigned>(of.sequences.chunks), static_cast<unsigned>(of.call.heads),
-            of.sequences.rows_of_grid()};
+inline Blocks fold_blocks(const ChunkForward& of) {
+    return {of.sequences.chunks, of.call.heads, of.sequences.rows_of_grid()};
 }
 
 void launch_fold_shared(Level level, const ChunkForward& of, cudaStream_t stream);

@@ -131,8 +131,7 @@ __global__ void __launch_bounds__(32 * warps, 1) fused_kernel(const __grid_const
 }  // namespace
 
 void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream) {
-    const dim3 blocks(static_cast<unsigned>((of.call.value_size + slab - 1) / slab),
-                      static_cast<unsigned>(of.call.heads), static_cast<unsigned>(of.sequences.count));
+    const Blocks blocks(blocks_of(of.call.value_size, slab), of.call.heads, of.sequences.count);
     with_half(of.call, [&]<class T>() {
         with_shared_fold(of.call, [&]<int K, bool own_p, bool erases>() {
             launch(fused_kernel<T, K, own_p, erases>, {blocks, 32 * warps, Shared<T, K, own_p>::bytes}, stream,

@@ -11,10 +11,9 @@
 namespace softdelta::cuda {
 
 // Blocks of `slab` value columns.
-inline dim3 scan_blocks(const ChunkForward& of, int slab) {
+inline Blocks scan_blocks(const ChunkForward& of, int slab) {
     const int columns = of.out.kept.states ? KeptChunks::size : of.call.value_size;
-    return {static_cast<unsigned>((columns + slab - 1) / slab), static_cast<unsigned>(of.call.heads),
-            static_cast<unsigned>(of.sequences.count)};
+    return {blocks_of(columns, slab), of.call.heads, of.sequences.count};
 }
 
 // Of a value, what the state does not hold yet. factor: e^E, or β of gates of channels.

@@ -335,8 +335,7 @@ void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const
     const int tiles = (call.value_size + slab - 1) / slab;
     const int blocks = call.heads * tiles,
               at_once = std::max(1, multiprocessors() * (24 / warps) / blocks);  // that the card has room for
-    const dim3 grid(static_cast<unsigned>(blocks),
-                    static_cast<unsigned>(sequences.scattered ? std::min(sequences.count, at_once) : sequences.count));
+    const Blocks grid(blocks, sequences.scattered ? std::min(sequences.count, at_once) : sequences.count);
     launch(step_kernel<warps>, {grid, 32 * warps, static_cast<int>(sizeof(TokenMemory<warps>))}, stream,
            "the delta rules' token kernel", call, sequences, out);
 }

@@ -136,18 +136,12 @@ GradientMemory gradient_memory(const DeltaCall& call, const core::DeltaInputs& i
     return m;
 }
 
-// Blocks of `threads` for so many threads.
-unsigned blocks_of(Index all) {
-    return static_cast<unsigned>((all + threads - 1) / threads);
-}
-
 }  // namespace
 
 void launch_sum_shares(const DeltaCall& call, const GradientViews& grad, const GradientMemory& memory,
                        cudaStream_t stream) {
-    launch(sum_shares_kernel,
-           {dim3(static_cast<unsigned>(call.heads)), sum_threads, sum_threads * static_cast<int>(sizeof(double))},
-           stream, "gradients of a gate's parameters", call, grad, memory);
+    launch(sum_shares_kernel, {call.heads, sum_threads, sum_threads * static_cast<int>(sizeof(double))}, stream,
+           "gradients of a gate's parameters", call, grad, memory);
 }
 
 std::size_t tokens_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
@@ -179,16 +173,15 @@ void tokens_backward(const core::DeltaInputs& in, const core::DeltaOptions& opti
             launch(walk_back_kernel<S, true>, grid, stream, "the delta rules' second walk", call, some, views, memory);
         });
         if (!memory.shares) return;
-        const unsigned blocks = blocks_of(Index(call.heads) * memory.channels),
-                       chunks = static_cast<unsigned>((call.tokens + chunk_rows - 1) / chunk_rows);
-        launch(unfold_gates_kernel, {dim3(blocks * chunks, 1, static_cast<unsigned>(some.count)), threads}, stream,
+        const Index blocks = blocks_of(call.heads * memory.channels, threads);
+        launch(unfold_gates_kernel, {{blocks * blocks_of(call.tokens, chunk_rows), 1, some.count}, threads}, stream,
                "gradients of gates", call, some, views, memory, static_cast<int>(blocks));
     });
     if (views.dq || views.dk || views.dp)
-        launch(unfold_keys_kernel, {dim3(blocks_of(32 * 3 * memory.rows * call.key_heads())), threads}, stream,
+        launch(unfold_keys_kernel, {blocks_of(32 * 3 * memory.rows * call.key_heads(), threads), threads}, stream,
                "gradients of keys", call, views, memory);
     if (views.dv || views.dbeta)
-        launch(unfold_values_kernel, {dim3(blocks_of(32 * memory.rows * call.heads)), threads}, stream,
+        launch(unfold_values_kernel, {blocks_of(32 * memory.rows * call.heads, threads), threads}, stream,
                "gradients of values", call, views, memory);
     if (memory.shares) launch_sum_shares(call, views, memory, stream);
 }

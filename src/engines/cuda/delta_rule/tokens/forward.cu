@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(S::threads, 2)
 
 int walk_slabs(const DeltaCall& call) {
     int slabs = 0;
-    with_walk_shape(call.key_size, [&](auto shape) { slabs = (call.value_size + shape.slab - 1) / shape.slab; });
+    with_walk_shape(call.key_size,
+                    [&](auto shape) { slabs = static_cast<int>(blocks_of(call.value_size, shape.slab)); });
     return slabs;
 }
 

@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(S::threads) unfold_by_token_kernel(const __gri
 }  // namespace
 
 void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream) {
-    launch(unfold_by_token_kernel<SavedElement>, {dim3(token_blocks), S::threads, static_cast<int>(sizeof(Shared))},
-           stream, "gradients token by token", of);
+    launch(unfold_by_token_kernel<SavedElement>, {token_blocks, S::threads, static_cast<int>(sizeof(Shared))}, stream,
+           "gradients token by token", of);
 }
 
 }  // namespace softdelta::cuda

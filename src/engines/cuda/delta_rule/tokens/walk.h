@@ -363,10 +363,7 @@ struct ForwardWalk {
 // A block has a slab of columns of a value head of a sequence.
 template <class S>
 Grid walk_grid(const DeltaCall& call, const DeltaSequences& sequences, int shared_bytes) {
-    return {{static_cast<unsigned>((call.value_size + S::slab - 1) / S::slab), static_cast<unsigned>(call.heads),
-             static_cast<unsigned>(sequences.count)},
-            S::threads,
-            shared_bytes};
+    return {{blocks_of(call.value_size, S::slab), call.heads, sequences.count}, S::threads, shared_bytes};
 }
 template <class S>
 __device__ Walk<S> walk_of_block(const DeltaCall& call, const DeltaSequences& sequences, const GradientMemory& memory) {

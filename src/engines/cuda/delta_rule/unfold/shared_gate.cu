@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(unfold_threads, 1) unfold_kernel(const __grid_
 
 void launch_unfold(Level level, const ChunkGradients& of, cudaStream_t stream) {
     const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
-    const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
+    const Blocks blocks(std::min<Index>(chunks, multiprocessors()));
     const auto with = [&]<int D, bool own_p, bool warpgroups>() {
         launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
                {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p>::bytes}, stream,

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
 template <class T, int K, int warps, KeyKind kind, bool warpgroups>
 void launch_scan_kernel(Scans scans, const ChunkGradients& of, cudaStream_t stream) {
     const int each = of.sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
-    const dim3 blocks(static_cast<unsigned>(of.saved.size / (16 * warps)), static_cast<unsigned>(of.call.heads),
-                      static_cast<unsigned>(each));
+    const Blocks blocks(of.saved.size / (16 * warps), of.call.heads, each);
     constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::Memory::bytes,
                                    ScanFromStart<T, K, warps, kind, warpgroups>::Memory::bytes);
     launch(scan_kernel<T, K, warps, kind, warpgroups>, {blocks, 32 * (warps + copy_warps), bytes, warpgroups}, stream,

@@ -44,7 +44,7 @@ void launch_with(const ChunkForward& of, int folding, cudaStream_t stream) {
     auto* scan = scan_beside_kernel<T, K, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (of.out.kept.states != nullptr) fold = fold_beside_kernel<T, K, true>, scan = scan_beside_kernel<T, K, true>;
-    launch(fold, {dim3(static_cast<unsigned>(folding)), Fold::warpgroups * warpgroup_threads, fold_bytes}, stream,
+    launch(fold, {folding, Fold::warpgroups * warpgroup_threads, fold_bytes}, stream,
            "the delta rules' fold beside the scan", of);
     launch(scan, {scan_blocks(of, slab), Roles<1, true>::threads, scan_bytes, true}, stream,
            "the delta rules' scan beside the fold", of, kept_boxes(of, slab));
@@ -56,7 +56,7 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
     if (level != Level::sm_90a || call.gate == core::Gate::channel || call.own_p || call.erase == core::Erase::nothing)
         return 0;
     const Index columns = keeps ? KeptChunks::size : call.value_size;
-    const Index scans = (columns + slab - 1) / slab * call.heads * sequences, others = multiprocessors(device) - scans;
+    const Index scans = blocks_of(columns, slab) * call.heads * sequences, others = multiprocessors(device) - scans;
     // As fast as the others scan, a fold with scores takes three blocks for four of these.
     return static_cast<int>(scans > 0 && 4 * others >= 3 * scans ? others : 0);
 }

@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(role_count* warpgroup_threads, 1)
 
 void launch_unfold_warpgroups(const ChunkGradients& of, cudaStream_t stream) {
     const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
-    const dim3 blocks(static_cast<unsigned>(std::min<Index>(chunks, multiprocessors())));
+    const Blocks blocks(std::min<Index>(chunks, multiprocessors()));
     const auto with = [&]<bool single>() {
         launch(unfold_warpgroup_kernel<SavedElement, single>,
                {blocks, role_count * warpgroup_threads, WarpgroupMemory<SavedElement>::bytes, true}, stream,

@@ -7,7 +7,7 @@
 namespace softdelta::cuda {
 
 struct Grid {
-    dim3 blocks;
+    Blocks blocks;
     int threads;
     int shared_bytes = 0;
     bool early = false;
