@@ -172,6 +172,25 @@ void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream);
 int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 
+// Keys of a scan as given, and the record has scores; with a p of their own; with the decays of channels, as the record
+// has them; of a rule that erases nothing.
+enum class Keys { plain, scored, own_p, with_gates, only_written };
+
+// use.template operator()<K, keys>()
+template <class Use>
+void with_keys(const DeltaCall& call, const Use& use) {
+    if (call.erase == core::Erase::nothing)
+        use.template operator()<128, Keys::only_written>();
+    else if (call.gate == core::Gate::channel)
+        use.template operator()<128, Keys::with_gates>();
+    else if (call.own_p)
+        use.template operator()<128, Keys::own_p>();
+    else if (call.key_size <= 64)
+        use.template operator()<64, Keys::plain>();
+    else
+        use.template operator()<128, Keys::plain>();
+}
+
 // use.template operator()<T>() for the type of a call's operands.
 template <class Use>
 void with_half(const DeltaCall& call, const Use& use) {

@@ -67,7 +67,7 @@ class ListBlock {
                 (m_.s[middle].first_slot <= slot ? low : high) = middle;
             }
             const DeltaSequence& at = m_.s[low];
-            if (slot >= at.first_slot && slot - at.first_slot < chunks_of(at)) mine = {at, slot - at.first_slot};
+            if (slot >= at.first_slot && slot - at.first_slot < at.chunks()) mine = {at, slot - at.first_slot};
             __syncthreads();
         });
         if (slot < out_.chunks) out_.listed_chunks[slot] = mine;
@@ -77,10 +77,9 @@ class ListBlock {
     static constexpr Index not_taken = -2;
 
     __device__ static DeltaSequence none() { return {{0, 0, 0, -1}, 0, 0}; }
-    __device__ static Index chunks_of(const DeltaSequence& s) { return (s.count + chunk_rows - 1) / chunk_rows; }
     __device__ static int size_of(const DeltaSequence& s) {
         int bits = 0;
-        for (Index chunks = chunks_of(s); chunks > 0; chunks /= 2) ++bits;
+        for (Index chunks = s.chunks(); chunks > 0; chunks /= 2) ++bits;
         return bits;
     }
     // What lengths say beyond the tensors is cut off.
@@ -104,7 +103,7 @@ class ListBlock {
                 if (lengths_.has_saved) own.saved = (s.count + out_.interval - 1) / out_.interval;
                 if (lengths_.taken.shortest <= s.count && s.count <= lengths_.taken.longest) {
                     s.state = n < out_.pool ? n : -1;
-                    own.chunks = chunks_of(s);
+                    own.chunks = s.chunks();
                 }
             }
             const Index chunks = running_sum_of_block<warps>(own.chunks, before_.chunks, m_.of_warps);

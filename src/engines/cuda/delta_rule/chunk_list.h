@@ -10,14 +10,11 @@
 
 namespace softdelta::cuda {
 
-constexpr int chunk_rows = 64;
-
 struct ChunkPosition {
     DeltaSequence s;
     Index c;  // its tokens are those from c·64 on
 
-    // 0 and less: there is no such chunk.
-    __device__ int rows() const { return static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows))); }
+    __device__ int rows() const { return s.rows(c); }
 };
 
 struct ChunkSequences {

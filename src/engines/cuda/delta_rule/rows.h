@@ -58,12 +58,37 @@ class RowCopies {
 template <int threads, class T, int columns, int panel_rows>
 __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& from, const Sequence& s, Index c,
                           int head, int first, int size, int thread) {
-    const int rows = static_cast<int>(min(s.count - c * chunk_rows, Index(chunk_rows)));
-    RowCopies<T, columns, threads>(from, s, head, first, size, thread).copy(tile, c, rows, thread);
+    RowCopies<T, columns, threads>(from, s, head, first, size, thread).copy(tile, c, s.rows(c), thread);
 }
 
+// Where rows of chunk c go, eight elements of row and unit at a time: to a tile [64, size] in memory, columns from
+// `first` on; to a tensor of heads, of which so many columns exist.
+struct RowsToTile {
+    char* to;
+    int first, size;
+
+    __device__ void operator()(int row, int u, const uint4& eight) const {
+        *reinterpret_cast<uint4*>(to + row * size * 2 + (((first / 8 + u) ^ (row & 7)) << 4)) = eight;
+    }
+};
+template <class T>
+struct RowsToTensor {
+    T* to;
+    Index stride;
+    int rows, left;
+
+    __device__ RowsToTensor(const View& v, const Sequence& s, Index c, int head, int first, int size)
+        : to(static_cast<T*>(v.data) + s.row(v, c * chunk_rows, head) + first),
+          stride(v.stride[1]),
+          rows(s.rows(c)),
+          left(size - first) {}
+    __device__ void operator()(int row, int u, const uint4& eight) const {
+        if (row < rows && 8 * u < left) *reinterpret_cast<uint4*>(to + row * stride + 8 * u) = eight;
+    }
+};
+
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
-// store(row, unit of the tile, eight elements); by_matrices: on sm_90 and newer.
+// by_matrices: on sm_90 and newer.
 template <bool by_matrices = false, class Values, class Store>
 __device__ void store_transposed(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
                                  const Store& store) {
@@ -83,22 +108,12 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const s
         store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
     });
 }
-template <class T, class Values, class Store>
+template <class T, bool by_matrices = false, class Values, class Store>
 __device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
                                  const Store& store) {
     std::uint32_t packed[chunk_rows / 16][4];
     to_left<T>(packed, x);
-    store_transposed(tile, warp, lane, packed, store);
-}
-
-// The same to a tile [64, size] in memory, whose columns from `first` on are those of the tile.
-template <bool by_matrices = false, class Values>
-__device__ void save_rows(const Values& tile, int warp, int lane, const std::uint32_t (&x)[chunk_rows / 16][4],
-                          int first, int size, char* to) {
-    store_transposed<by_matrices>(tile, warp, lane, x, [&](int row, int u, const uint4& eight) {
-        const int unit = first / 8 + u;
-        *reinterpret_cast<uint4*>(to + row * size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
-    });
+    store_transposed<by_matrices>(tile, warp, lane, packed, store);
 }
 
 // Four lanes have four words each; lane c gets word c of each.

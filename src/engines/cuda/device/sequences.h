@@ -8,9 +8,15 @@
 
 namespace softdelta::cuda {
 
+constexpr int chunk_rows = 64;  // of a chunk of the delta rules
+
 struct Sequence {
     Index batch, begin, count;
     Index state;  // −1: none is read or written
+
+    __device__ int chunks() const { return static_cast<int>((count + chunk_rows - 1) / chunk_rows); }
+    // Of chunk c; 0 and less: there is no such chunk.
+    __device__ int rows(Index c) const { return static_cast<int>(min(count - c * chunk_rows, Index(chunk_rows))); }
 
     // Where token t of a head lies in [B, T, heads, ..].
     __device__ Index row(const View& v, Index t, Index head) const {

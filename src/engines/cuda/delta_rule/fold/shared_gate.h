@@ -118,7 +118,7 @@ class SharedFold {
     __device__ void run(Index c, const GivenTokens& given, const SharedFoldTiles<T, K>& tiles,
                         const Steps& steps) const {
         SharedFoldMemory& m = *tiles.memory;
-        const int rows = static_cast<int>(min(s_.count - c * chunk_rows, Index(chunk_rows)));
+        const int rows = s_.rows(c);
         const KeyProducts<T, K, warpgroups> keys{call_, warp_, lane_};
         float x[C / 8][4] = {};
         if constexpr (erases && !Steps::makes_scores) keys.begin(tiles.p, tiles.k, x);

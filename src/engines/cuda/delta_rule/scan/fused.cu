@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * warps, 1) fused_kernel(const __grid_const
         if (threadIdx.x == 0) s = of.sequences[static_cast<int>(blockIdx.z)];
         __syncthreads();
         const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
-        const int chunks = static_cast<int>((s.count + C - 1) / C);
+        const int chunks = s.chunks();
         const Shared<T, K, own_p> shared{ptx::shared_address(ptx::shared_memory())};
         const int warp = static_cast<int>(threadIdx.x) / 32;
         if (warp < scan_warps) {

@@ -13,8 +13,6 @@ constexpr int C = chunk_rows;
 constexpr int stages = 2;
 constexpr int copy_warps = 4;
 
-enum class Keys { plain, own_p, with_gates, only_written };
-
 template <class T, int K, int slab, Keys keys>
 struct Shared {
     using Record = FoldedChunk<K, keys == Keys::with_gates>;
@@ -77,7 +75,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     constexpr int slab = 16 * warps;
     const DeltaSequence s = of.sequences[static_cast<int>(blockIdx.z)];
     const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
-    const int chunks = static_cast<int>((s.count + C - 1) / C), warp = static_cast<int>(threadIdx.x) / 32;
+    const int chunks = s.chunks(), warp = static_cast<int>(threadIdx.x) / 32;
     const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
     if (warp >= warps) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
@@ -100,21 +98,6 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         }
         scan.my.store_final_state();
     }
-}
-
-// use.template operator()<K, keys>()
-template <class Use>
-void with_keys(const DeltaCall& call, const Use& use) {
-    if (call.erase == core::Erase::nothing)
-        use.template operator()<128, Keys::only_written>();
-    else if (call.gate == core::Gate::channel)
-        use.template operator()<128, Keys::with_gates>();
-    else if (call.own_p)
-        use.template operator()<128, Keys::own_p>();
-    else if (call.key_size <= 64)
-        use.template operator()<64, Keys::plain>();
-    else
-        use.template operator()<128, Keys::plain>();
 }
 
 template <class T, int K, int warps, Keys keys>

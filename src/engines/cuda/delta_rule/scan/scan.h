@@ -118,14 +118,10 @@ struct ChunkScan {
         if constexpr (warpgroups) ptx::wait_for_products<running>(x);
     }
 
-    // oᵀ through the tile of values, whose columns of this warp_ nobody else reads, to whole rows of memory.
+    // oᵀ through the tile of values, whose columns of this warp nobody else reads, to whole rows of memory.
     __device__ void store_outputs(int c, const Tiles& tiles, const float (&x)[C / 8][4]) const {
-        const View& o = my.out.o;
-        auto* data = static_cast<T*>(o.data) + my.s.batch * o.stride[0] + my.hv * o.stride[2] + my.first_column;
-        store_transposed<T>(tiles.values, my.warp, my.lane, x, [&](int row, int u, const uint4& eight) {
-            if (row < my.rows(c) && my.first_column + 8 * u < my.call.value_size)
-                *reinterpret_cast<uint4*>(data + (my.s.begin + Index(c) * C + row) * o.stride[1] + 8 * u) = eight;
-        });
+        store_transposed<T>(tiles.values, my.warp, my.lane, x,
+                            RowsToTensor<T>(my.out.o, my.s, c, my.hv, my.first_column, my.call.value_size));
     }
 
     // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.

@@ -68,7 +68,7 @@ class ScanState {
         WideState<K> wide;
         for_each_in(wide, [](double& to, float& x) { to = static_cast<double>(x); });
         const View o = out.o;
-        take_tokens<K>(&call, s, hv, Index(c) * C, rows(c), own_column(), lane, &o, wide);
+        take_tokens<K>(&call, s, hv, Index(c) * C, s.rows(c), own_column(), lane, &o, wide);
         for_each_in(wide, [](double& from, float& x) { x = static_cast<float>(from); });
     }
 
@@ -82,10 +82,9 @@ class ScanState {
     }
     template <class Values>
     __device__ void keep_values(const Values& values, const std::uint32_t (&u)[C / 16][4], Index kept) const {
-        save_rows(values, warp, lane, u, first_column, KeptChunks::size, out.kept.U + kept * KeptChunks::value_bytes);
+        store_transposed(values, warp, lane, u,
+                         RowsToTile{out.kept.U + kept * KeptChunks::value_bytes, first_column, KeptChunks::size});
     }
-
-    __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
     const DeltaCall& call;
     const DeltaSequence& s;

@@ -13,7 +13,7 @@
 namespace softdelta::cuda {
 
 // Of the block's memory: ColumnMemory.
-template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>
+template <class T, int K, int warps, Keys kind, bool warpgroups, int key_tiles, int squares, bool reverse>
 class ColumnScan {
   public:
     using Memory = ColumnMemory<T, K, warps, kind, warpgroups, key_tiles, squares, reverse>;
@@ -24,12 +24,10 @@ class ColumnScan {
     static constexpr int C = chunk_rows, slab = Memory::slab;
 
     __device__ ColumnScan(const ChunkGradients& of, int sequence)
-        : m{ptx::shared_address(ptx::shared_memory()), chunks_of(of.sequences[sequence])},
+        : m{ptx::shared_address(ptx::shared_memory()), of.sequences[sequence].chunks()},
           call(of.call),
           saved(of.saved),
           s(of.sequences[sequence]) {}
-
-    __device__ int rows(int c) const { return static_cast<int>(min(s.count - Index(c) * C, Index(C))); }
 
     // Of the copying warps copies of chunks with rows of `values`, and store(c, thread) of what was made; of the others
     // take(c), a chunk later, and end().
@@ -185,42 +183,21 @@ class ColumnScan {
             store(row, u, *reinterpret_cast<const uint4*>(shared_at(m.made(which).unit(row, u))));
         }
     }
-    // To a tile [64, V] in memory, and to a tensor of value heads.
-    __device__ void save_made(int which, int thread, char* to) const {
-        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
-            const int unit = first_column / 8 + u;
-            *reinterpret_cast<uint4*>(to + row * saved.size * 2 + ((unit ^ (row & 7)) << 4)) = eight;
-        });
-    }
-    __device__ void write_made(int c, int which, int thread, const View& to) const {
-        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column +
-                     (s.begin + Index(c) * C) * to.stride[1];
-        for_each_made(which, thread, [&](int row, int u, const uint4& eight) {
-            if (row < rows(c) && first_column + 8 * u < call.value_size)
-                *reinterpret_cast<uint4*>(data + row * to.stride[1] + 8 * u) = eight;
-        });
-    }
     __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
         unrolled<C / 16>([&](int n) { m.values(c).load_transposed_result(out[n], 16 * n, 16 * warp, lane); });
     }
 
-    // --- rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads
-
-    // To a tile [64, V] in memory.
-    __device__ void save_rows(int c, const float (&x)[C / 8][4], char* to) const {
-        std::uint32_t packed[C / 16][4];
-        to_left<T>(packed, x);
-        cuda::save_rows<warpgroups>(m.values(c), warp, lane, packed, first_column, saved.size, to);
+    // Rows of values [64, 16] of the warp, transposed: through its columns of the tile, which nobody else reads.
+    template <class To>
+    __device__ void store_rows(int c, const float (&x)[C / 8][4], const To& to) const {
+        store_transposed<T, warpgroups>(m.values(c), warp, lane, x, to);
     }
-    // To a tensor of value heads.
-    __device__ void write_rows(int c, const float (&x)[C / 8][4], const View& to) const {
-        auto* data = static_cast<T*>(to.data) + s.batch * to.stride[0] + hv * to.stride[2] + first_column;
-        std::uint32_t packed[C / 16][4];
-        to_left<T>(packed, x);
-        store_transposed<warpgroups>(m.values(c), warp, lane, packed, [&](int row, int u, const uint4& eight) {
-            if (row < rows(c) && first_column + 8 * u < call.value_size)
-                *reinterpret_cast<uint4*>(data + (s.begin + Index(c) * C + row) * to.stride[1] + 8 * u) = eight;
-        });
+    // Where rows of the block's columns go: a tile [64, V] in memory, a tensor of value heads.
+    __device__ RowsToTile to_tile(char* to) const {
+        return {to, first_column, saved.size};
+    }
+    __device__ RowsToTensor<T> to_tensor(int c, const View& to) const {
+        return {to, s, c, hv, first_column, call.value_size};
     }
     // Of the warp's columns, or the warpgroup's.
     __device__ bool values_are_nonfinite(int c) const {
@@ -240,10 +217,6 @@ class ColumnScan {
     float state[K / 8][4];
 
   private:
-    __device__ static int chunks_of(const DeltaSequence& s) {
-        return static_cast<int>((s.count + C - 1) / C);
-    }
-
     // copy(c) of a thread: from the end q, then k, p of its own or the record's; rows of values; squares and factors.
     __device__ auto copies(const View& of_values, int thread) const {
         constexpr int k_tile = reverse ? 1 : 0;
@@ -262,7 +235,7 @@ class ColumnScan {
                 keys(k_tile + 1, Record::erase);
                 Memory::template copy_record<squares * Record::square_bytes>(
                     m.square(c, 0).base, record + (2 - squares) * Record::square_bytes, thread);
-                values.copy(m.values(c), c, rows(c), thread);
+                values.copy(m.values(c), c, s.rows(c), thread);
                 m.copy_channel_factors(c, record, thread);
             };
         } else {
@@ -270,11 +243,11 @@ class ColumnScan {
                 return RowCopies<T, K, threads>(v, s, call.key_head(hv), 0, call.key_size, thread);
             };
             return [this, thread, values, q = of(call.q), k = of(call.k),
-                    p = of(kind == KeyKind::own_p ? call.p : call.k)](int c) {
-                if constexpr (reverse) q.copy(m.keys(c, 0), c, rows(c), thread);
-                k.copy(m.keys(c, k_tile), c, rows(c), thread);
-                if constexpr (kind == KeyKind::own_p) p.copy(m.keys(c, k_tile + 1), c, rows(c), thread);
-                values.copy(m.values(c), c, rows(c), thread);
+                    p = of(kind == Keys::own_p ? call.p : call.k)](int c) {
+                if constexpr (reverse) q.copy(m.keys(c, 0), c, s.rows(c), thread);
+                k.copy(m.keys(c, k_tile), c, s.rows(c), thread);
+                if constexpr (kind == Keys::own_p) p.copy(m.keys(c, k_tile + 1), c, s.rows(c), thread);
+                values.copy(m.values(c), c, s.rows(c), thread);
                 m.copy_squares(c, saved.record(first_slot + c, hv), call.erase != core::Erase::nothing, thread);
             };
         }

@@ -8,9 +8,9 @@
 
 namespace softdelta::cuda {
 
-template <class T, int K, int warps, KeyKind kind, bool warpgroups>
+template <class T, int K, int warps, Keys kind, bool warpgroups>
 struct ScanFromEnd {
-    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 2 : 3, 2, true>;
+    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == Keys::plain ? 2 : 3, 2, true>;
     using Memory = typename Columns::Memory;
     static constexpr int C = chunk_rows;
     static constexpr bool channel = Columns::channel, staged = Columns::staged;
@@ -22,8 +22,8 @@ struct ScanFromEnd {
         my.run(
             grad.dfinal_state, grad.d_o,
             [&](int c, int thread) {
-                my.save_made(0, thread, my.saved.dr(my.first_slot + c, my.hv));
-                if (grad.dv) my.write_made(c, 1, thread, grad.dv);
+                my.for_each_made(0, thread, my.to_tile(my.saved.dr(my.first_slot + c, my.hv)));
+                if (grad.dv) my.for_each_made(1, thread, my.to_tensor(c, grad.dv));
             },
             [&](int c) { take(c); },
             [&] {
@@ -80,7 +80,7 @@ struct ScanFromEnd {
                 x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
             });
             to_left<T>(erased, x);
-            my.begin_state(erased, my.m.keys(c, kind == KeyKind::plain ? 1 : 2));
+            my.begin_state(erased, my.m.keys(c, kind == Keys::plain ? 1 : 2));
         }
         const auto make_dv = [&] {
             if (erases) my.scale(y, beta);
@@ -92,10 +92,10 @@ struct ScanFromEnd {
                 my.give_rows(1, y);
             });
         } else {
-            if (erases) my.save_rows(c, y, my.saved.dr(slot, my.hv));
+            if (erases) my.store_rows(c, y, my.to_tile(my.saved.dr(slot, my.hv)));
             if (grad.dv) {
                 make_dv();
-                my.write_rows(c, y, grad.dv);
+                my.store_rows(c, y, my.to_tensor(c, grad.dv));
             }
         }
         my.template wait<0>(my.state);
@@ -105,7 +105,7 @@ struct ScanFromEnd {
         const View d_o = grad.d_o;
         my.with_wide_state(
             [&](WideState<K>& wide) {
-                take_tokens_back<K>(&my.call, &d_o, my.s, my.hv, Index(c) * C, my.rows(c), my.own_column(), my.lane,
+                take_tokens_back<K>(&my.call, &d_o, my.s, my.hv, Index(c) * C, my.s.rows(c), my.own_column(), my.lane,
                                     wide);
             },
             [](double x) { return in_range(x); });

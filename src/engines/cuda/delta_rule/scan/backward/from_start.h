@@ -6,9 +6,9 @@
 
 namespace softdelta::cuda {
 
-template <class T, int K, int warps, KeyKind kind, bool warpgroups>
+template <class T, int K, int warps, Keys kind, bool warpgroups>
 struct ScanFromStart {
-    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == KeyKind::plain ? 1 : 2, 1, false>;
+    using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == Keys::plain ? 1 : 2, 1, false>;
     using Memory = typename Columns::Memory;
     static constexpr int C = chunk_rows;
     static constexpr bool channel = Columns::channel, staged = Columns::staged;
@@ -18,7 +18,7 @@ struct ScanFromStart {
     __device__ void run() {
         my.run(
             my.call.initial_state, my.call.v,
-            [&](int c, int thread) { my.save_made(0, thread, my.saved.u(my.first_slot + c, my.hv)); },
+            [&](int c, int thread) { my.for_each_made(0, thread, my.to_tile(my.saved.u(my.first_slot + c, my.hv))); },
             [&](int c) { take(c); }, [] {});
     }
 
@@ -31,7 +31,7 @@ struct ScanFromStart {
         float x[C / 8][4], U[C / 8][4];
         std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
         to_left<T>(state, my.state);
-        if (erases) my.begin_transposed(x, state, my.m.keys(c, kind == KeyKind::plain ? 0 : 1));
+        if (erases) my.begin_transposed(x, state, my.m.keys(c, kind == Keys::plain ? 0 : 1));
         const bool nonfinite = my.values_are_nonfinite(c), by_record = my.m.goes_by_token(c);
         if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         if (nonfinite || by_record) [[unlikely]] {
@@ -66,7 +66,7 @@ struct ScanFromStart {
         if constexpr (staged)
             my.hand_on(c, true, [&] { my.give_rows(0, U); });
         else
-            my.save_rows(c, U, my.saved.u(slot, my.hv));
+            my.store_rows(c, U, my.to_tile(my.saved.u(slot, my.hv)));
         my.template wait<0>(my.state);
     }
 
@@ -74,7 +74,8 @@ struct ScanFromStart {
         const View none;
         my.with_wide_state(
             [&](WideState<K>& wide) {
-                take_tokens<K>(&my.call, my.s, my.hv, Index(c) * C, my.rows(c), my.own_column(), my.lane, &none, wide);
+                take_tokens<K>(&my.call, my.s, my.hv, Index(c) * C, my.s.rows(c), my.own_column(), my.lane, &none,
+                               wide);
             },
             [](double x) { return static_cast<float>(x); });
     }

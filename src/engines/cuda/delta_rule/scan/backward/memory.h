@@ -13,9 +13,6 @@ namespace softdelta::cuda {
 
 constexpr int copy_warps = 4;
 
-// Keys as given, with p of their own, or with the decays of channels as the record has them.
-enum class KeyKind { plain, own_p, with_gates };
-
 // What the scans need besides, for gates of channels.
 struct ChannelFactors {
     float last[128];  // e^G_last
@@ -26,9 +23,9 @@ static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 
 // key_tiles: of q, k and p in a stage; squares: those of the record in it; reverse: from the last chunk to the first;
 // warpgroups: four warps multiply together.
-template <class T, int K, int warps, KeyKind kind, bool warpgroups, int key_tiles, int squares, bool reverse>
+template <class T, int K, int warps, Keys kind, bool warpgroups, int key_tiles, int squares, bool reverse>
 struct ColumnMemory {
-    static constexpr bool channel = kind == KeyKind::with_gates;
+    static constexpr bool channel = kind == Keys::with_gates;
     static constexpr int C = chunk_rows, slab = 16 * warps;
     static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
                          squares_at = values_at + Tile<T, slab>::bytes(C),
@@ -46,7 +43,7 @@ struct ColumnMemory {
         warpgroups ? std::min(4, (shared_bytes - staging_bytes - 2 * turn_bytes) / (stage_bytes + turn_bytes)) : 2;
     static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
                          bytes = counters_at + (warpgroups ? (stages + 2) * turn_bytes : 0);
-    using KeyRows = std::conditional_t<warpgroups || kind == KeyKind::with_gates, KeyTile<T, K>, Tile<T, K>>;
+    using KeyRows = std::conditional_t<warpgroups || kind == Keys::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
 

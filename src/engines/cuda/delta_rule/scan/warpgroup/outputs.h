@@ -114,8 +114,7 @@ class Outputs {
         const auto tile = shared.outputs_of(c);
         store_results<T>(tile, o, 16 * warp, lane);
         __syncwarp();
-        const int u = lane % units, first = 16 * warp + lane / units,
-                  rows = static_cast<int>(min(s.count - Index(c) * C, Index(C)));
+        const int u = lane % units, first = 16 * warp + lane / units, rows = s.rows(c);
         const Index step = out.o.stride[1];
         auto* to = static_cast<T*>(out.o.data) + s.batch * out.o.stride[0] + (s.begin + Index(c) * C + first) * step +
                    place.hv * out.o.stride[2] + place.first_column + 8 * u;

@@ -31,8 +31,7 @@ template <class T, int K, Keys keys, int slabs, bool keeps, bool beside>
 __device__ void scan_in_roles(const ChunkForward& of, const KeptBoxes& boxes, const ScanPlace& place) {
     const Shared<T, K, keys, slabs> shared{ptx::shared_address(ptx::shared_memory())};
     const DeltaSequence s = of.sequences[place.sequence];
-    const int chunks = static_cast<int>((s.count + C - 1) / C),
-              thread = static_cast<int>(threadIdx.x) % warpgroup_threads,
+    const int chunks = s.chunks(), thread = static_cast<int>(threadIdx.x) % warpgroup_threads,
               role = static_cast<int>(threadIdx.x) / warpgroup_threads;
     using Role = Roles<slabs, beside>;
     if (threadIdx.x == 0) shared.start(Role::copying, Role::looking);

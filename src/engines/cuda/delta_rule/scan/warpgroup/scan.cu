@@ -30,14 +30,9 @@ void launch_with(const ChunkForward& of, bool early, cudaStream_t stream) {
 
 template <int slabs>
 void launch_for(const ChunkForward& of, bool early, cudaStream_t stream) {
-    const DeltaCall& call = of.call;
-    with_half(call, [&]<class T>() {
-        const auto run = call.erase == core::Erase::nothing ? launch_with<T, 128, Keys::only_written, slabs>
-                         : call.gate == core::Gate::channel ? launch_with<T, 128, Keys::with_gates, slabs>
-                         : call.own_p                       ? launch_with<T, 128, Keys::own_p, slabs>
-                         : call.key_size <= 64              ? launch_with<T, 64, Keys::plain, 1>
-                                                            : launch_with<T, 128, Keys::plain, slabs>;
-        run(of, early, stream);
+    with_half(of.call, [&]<class T>() {
+        with_keys(of.call,
+                  [&]<int K, Keys keys>() { launch_with<T, K, keys, K == 64 ? 1 : slabs>(of, early, stream); });
     });
 }
 

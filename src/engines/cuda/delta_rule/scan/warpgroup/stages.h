@@ -5,9 +5,8 @@
 #include "engines/cuda/tile/ring.h"
 
 namespace softdelta::cuda::chunk_scan {
-inline constexpr int C = chunk_rows, slab = 64;                      // value columns of a warpgroup's state
-inline constexpr int by_token_barrier = 2, output_barrier = 3;       // of those with states, of the outputs' warpgroup
-enum class Keys { plain, scored, own_p, with_gates, only_written };  // scored: plain, and the record has scores
+inline constexpr int C = chunk_rows, slab = 64;                 // value columns of a warpgroup's state
+inline constexpr int by_token_barrier = 2, output_barrier = 3;  // of those with states, of the outputs' warpgroup
 
 // What a block scans: columns from the first on of a value head, in a sequence of the launch.
 struct ScanPlace {
