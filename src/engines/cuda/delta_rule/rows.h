@@ -187,4 +187,19 @@ __device__ inline void copy_out(const void* from, char* to, int bytes, int threa
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(data + i);
 }
 
+// The 16 rows of a square that this warp has stored.
+template <class T>
+__device__ inline void copy_own_rows(const SquareTile<T>& from, char* to, int warp, int lane) {
+    constexpr int bytes = SquareTile<T>::bytes(16);
+    __syncwarp();
+    copy_out(shared_at(from.base + static_cast<std::uint32_t>(warp * bytes)), to + warp * bytes, bytes, lane, 32);
+}
+
+// Of two units of a row that neighbouring lanes share, each lane's words: it gets 8 bytes of one, and four lanes have
+// whole 32 bytes.
+__device__ inline uint2 exchange_words(std::uint32_t low, std::uint32_t high, bool second) {
+    const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+    return {second ? taken : low, second ? high : taken};
+}
+
 }  // namespace softdelta::cuda

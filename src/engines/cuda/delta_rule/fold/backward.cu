@@ -83,7 +83,7 @@ class BackwardFold {
         unrolled<C / 8>([&](int n) {
             store_packed(scores, 16 * warp_, n, lane_, score[n / 2][n % 2 * 2], score[n / 2][n % 2 * 2 + 1]);
         });
-        copy_own_rows(scores, record);
+        copy_own_rows(scores, record, warp_, lane_);
         if (erases) nonfinite = scale(false, x) || nonfinite;
         if (nonfinite) flags.record = 1, small_.factors.by_token = 1;
         if (erases) {
@@ -91,7 +91,7 @@ class BackwardFold {
             WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), warp_, lane_}.run(
                 x, inverse, [] { __syncthreads(); });
             store_products(inverses, 16 * warp_, lane_, inverse);
-            copy_own_rows(inverses, record + ChunkRecord::inverse);
+            copy_own_rows(inverses, record + ChunkRecord::inverse, warp_, lane_);
         }
         __syncthreads();
         copy_out(&small_.factors, record + ChunkRecord::factors, static_cast<int>(sizeof(RowFactors)), thread_,
@@ -137,14 +137,6 @@ class BackwardFold {
         }
         return q_norm == 0 || k_norm == 0 || p_norm == 0;
     }
-    // The 16 rows that this warp has stored.
-    __device__ void copy_own_rows(const Square& from, char* to) const {
-        constexpr int bytes = ChunkRecord::square_bytes / 4;
-        __syncwarp();
-        copy_out(shared_at(from.base + static_cast<std::uint32_t>(warp_ * bytes)), to + warp_ * bytes, bytes, lane_,
-                 32);
-    }
-
     __device__ void make_factors() {
         RowFactors& f = small_.factors;
         const double* G = f.sums + 1;

@@ -62,7 +62,7 @@ class Folds {
             products.make_scores(tiles, x);
             folds.wait();  // scores take the place of q
             store_products(tiles.score, 16 * products.warp, products.lane, x);
-            folds.copy_own_rows(tiles.score, score);
+            folds.keep_rows(tiles.score, score);
         }
         // Nobody reads the keys any more, nor scores.
         __device__ void have_products() const {
@@ -115,8 +115,8 @@ class Folds {
         Fold(call_, s, chunk.hv, thread_, barrier_)
             .run(chunk.c, given, tiles,
                  Steps{*this, tiles, keeps ? kept_.record(of_kept) : record, chunk.index + step, step});
-        copy_own_rows(square, record + Record::solve);
-        if (keeps) copy_own_rows(inverse(), kept_.record(of_kept) + ChunkRecord::inverse);
+        keep_rows(square, record + Record::solve);
+        if (keeps) keep_rows(inverse(), kept_.record(of_kept) + ChunkRecord::inverse);
         copy_out(tiles.factors, record + Record::factors, static_cast<int>(sizeof(ChunkFactors)), thread_,
                  warpgroup_threads);
         if (keeps) keep_factors(kept_, of_kept, *tiles.factors, *tiles.memory, thread_);
@@ -124,12 +124,8 @@ class Folds {
         // Not by the first warp, which goes on with the gates.
         if (thread_ == 32) ptx::raise_flag(flags_.of(slot, chunk.hv));
     }
-    // The 16 rows that this warp has stored.
-    __device__ void copy_own_rows(const SquareTile<T>& from, char* to) const {
-        constexpr int bytes = Record::square_bytes / 4;
-        const int first = thread_ / 32 * bytes;
-        __syncwarp();
-        copy_out(shared_at(from.base + static_cast<std::uint32_t>(first)), to + first, bytes, thread_ % 32, 32);
+    __device__ void keep_rows(const SquareTile<T>& from, char* to) const {
+        copy_own_rows(from, to, thread_ / 32, thread_ % 32);
         __syncwarp();
     }
 

@@ -150,8 +150,7 @@ class Outputs {
                       static_cast<int>(row), 0, 0);
         });
     }
-    // Neighbouring lanes share two units of a row: each has 8 bytes of one, and four lanes whole 32 bytes. nonfinite: a
-    // score is not finite.
+    // nonfinite: a score is not finite.
     __device__ void keep_scores(int c, Index kept, const std::uint32_t (&score)[C / 16][4], const float (&norms)[2],
                                 bool nonfinite) const {
         char* const record = out.kept.record(kept);
@@ -160,10 +159,8 @@ class Outputs {
         unrolled<2>([&](int half) {
             const int row = 16 * warp + 8 * half + lane / 4;
             unrolled<C / 16>([&](int depth) {
-                const std::uint32_t low = score[depth][half], high = score[depth][half + 2];
-                const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
-                *reinterpret_cast<uint2*>(record + SquareTile<T>{0}.unit(row, 2 * depth + second) + 4 * (lane & 2)) = {
-                    second ? taken : low, second ? high : taken};
+                *reinterpret_cast<uint2*>(record + SquareTile<T>{0}.unit(row, 2 * depth + second) + 4 * (lane & 2)) =
+                    exchange_words(score[depth][half], score[depth][half + 2], second != 0);
             });
             if (!call.l2norm || lane % 4 != 0) return;
             factors.q_norm[row] = norms[half];

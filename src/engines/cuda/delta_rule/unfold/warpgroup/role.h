@@ -166,7 +166,6 @@ struct UnfoldWarpgroup {
         store_box(boxes, from + Rows::panel_bytes, 64, row, i2, i3);
     }
     __device__ void write_rows(const View& to, const ChunkPlace& at, const Sums& x) const {
-        // Neighbours share two tiles of 8 channels: each has 8 bytes of one, and four lanes whole 32 bytes.
         const bool second = lane % 2 == 1;
         auto* data = static_cast<T*>(to.data) + at.row(to, at.h, 0) + 8 * (lane % 2) + 2 * (lane & 2);
         unrolled<2>([&](int half) {
@@ -174,11 +173,9 @@ struct UnfoldWarpgroup {
             const int channels = row(half) < at.rows() ? call.key_size - 8 * (lane % 2) : 0;
             unrolled<D / 16>([&](int i) {
                 const int n = 2 * i;
-                const std::uint32_t low = ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
-                                    high = ptx::pack(x[n + 1][2 * half], x[n + 1][2 * half + 1], T());
-                const std::uint32_t taken = __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
-                if (8 * n < channels)
-                    *reinterpret_cast<uint2*>(own + 8 * n) = {second ? taken : low, second ? high : taken};
+                const uint2 words = exchange_words(ptx::pack(x[n][2 * half], x[n][2 * half + 1], T()),
+                                                   ptx::pack(x[n + 1][2 * half], x[n + 1][2 * half + 1], T()), second);
+                if (8 * n < channels) *reinterpret_cast<uint2*>(own + 8 * n) = words;
             });
         });
     }
