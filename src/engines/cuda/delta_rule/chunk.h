@@ -149,8 +149,8 @@ struct ChunkForward {
     DeltaCall call;
     ChunkSequences sequences;
     FoldedChunks folded;
-    FoldFlags flags;
     ChunkOutputs out;
+    FoldFlags flags;
 };
 
 // early: it comes right after the fold, whose last blocks it may begin beside.

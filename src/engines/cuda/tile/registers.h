@@ -172,4 +172,49 @@ __device__ inline void begin_product(float (&x)[N][4], const Left& left, const R
     });
 }
 
+// Products of plain sums by a warp at once, or by a warpgroup in the background: a group each, until wait(). right may
+// be a lower triangle.
+template <class T, bool warpgroups>
+struct Products {
+    int lane;
+
+    // x [.., 8·N] = left · rightᵀ, with `add` +=
+    template <int N, int depths, class Right>
+    __device__ void begin_transposed(float (&x)[N][4], std::uint32_t (&left)[depths][4], const Right& right, bool add,
+                                     bool triangular) const {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, x);
+            cuda::begin_transposed<T>(x, left, right, add);
+            ptx::commit_products();
+        } else {
+            if (!add) clear(x);
+            add_transposed<T>(x, left, right, triangular, lane);
+        }
+    }
+    // x = left · right, with `add` +=
+    template <int N, int depths, class Right>
+    __device__ void begin(float (&x)[N][4], std::uint32_t (&left)[depths][4], const Right& right, bool add,
+                          bool triangular) const {
+        if constexpr (warpgroups) {
+            ptx::begin_products(left, x);
+            begin_product<T>(x, left, right, add);
+            ptx::commit_products();
+        } else {
+            if (!add) clear(x);
+            unrolled<depths, N / 2>([&](int depth, int n) {
+                if (triangular && n > depth) return;
+                std::uint32_t b[4];
+                right.load_right_mn_major(b, 16 * depth, n, lane);
+                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
+                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            });
+        }
+    }
+    // Until so many groups run.
+    template <int running, int N>
+    __device__ static void wait(float (&x)[N][4]) {
+        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
+    }
+};
+
 }  // namespace softdelta::cuda

@@ -50,10 +50,11 @@ struct ChunkScan {
         const int pair = 2 * (my.lane % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4], written[C / 16][4];
         float x[C / 8][4] = {}, o[C / 8][4] = {};
+        const Products<T, warpgroups> products{my.lane};
         to_left<T>(state, my.state);
         if constexpr (erases) {
-            begin_transposed(x, state, tiles.erase, false);
-            wait<0>(x);
+            products.begin_transposed(x, state, tiles.erase, true, false);
+            products.template wait<0>(x);
         }
         unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
@@ -68,9 +69,8 @@ struct ChunkScan {
         });
         if constexpr (erases) {
             to_left<T>(u, x);
-            clear(x);
-            begin_transposed(x, u, tiles.solve, true);
-            wait<0>(x);
+            products.begin_transposed(x, u, tiles.solve, false, true);
+            products.template wait<0>(x);
         }
         to_left<T>(u, x);
         unrolled<C / 8, 4>([&](int n, int i) {
@@ -78,44 +78,19 @@ struct ChunkScan {
         });
         to_left<T>(written, x);
         const bool reads = warpgroups || my.out.o;
-        if (reads) begin_transposed(o, state, tiles.read, false, written);
+        if (reads) products.begin_transposed(o, state, tiles.read, true, false);
         if constexpr (keeps) my.keep_values(tiles.values, u, kept);
         unrolled<K / 8, 4>(
             [&](int n, int i) { my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last; });
-        wait<0>(o);
+        products.template wait<0>(o);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
         });
-        if (reads) begin_transposed(o, u, tiles.score, true, written, my.state);
-        if constexpr (warpgroups) {
-            begin_product<T>(my.state, written, tiles.write, true);
-            ptx::commit_products();
-        }
-        wait<1>(o);
+        if (reads) products.begin_transposed(o, u, tiles.score, true, true);
+        products.begin(my.state, written, tiles.write, true, false);
+        products.template wait<1>(o);
         if (my.out.o) store_outputs(c, tiles, o);
-        if constexpr (!warpgroups)
-            unrolled<C / 16>(
-                [&](int depth) { add_product<T>(my.state, written[depth], tiles.write, depth, 0, my.lane); });
-        wait<0>(my.state);
-    }
-
-    // x += left·rightᵀ, by a warpgroup in the background; right may be a lower triangle. others: what products after it
-    // read and write.
-    template <int depths, class Right, class... Others>
-    __device__ void begin_transposed(float (&x)[C / 8][4], std::uint32_t (&left)[depths][4], const Right& right,
-                                     bool triangular, Others&... others) const {
-        if constexpr (warpgroups) {
-            ptx::begin_products(left, x, others...);
-            cuda::begin_transposed<T>(x, left, right, true);
-            ptx::commit_products();
-        } else {
-            add_transposed<T>(x, left, right, triangular, my.lane);
-        }
-    }
-    // Until so many groups of products run.
-    template <int running, int n>
-    __device__ static void wait(float (&x)[n][4]) {
-        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
+        products.template wait<0>(my.state);
     }
 
     // oᵀ through the tile of values, whose columns of this warp nobody else reads, to whole rows of memory.

@@ -79,59 +79,8 @@ class ColumnScan {
                             v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
     }
 
-    // --- products, by a warpgroup in the background
+    __device__ Products<T, warpgroups> products() const { return {lane}; }
 
-    // x = left·rightᵀ; right may be a lower triangle.
-    template <int depths, class Right>
-    __device__ void begin_transposed(float (&x)[C / 8][4], std::uint32_t (&left)[depths][4], const Right& right,
-                                     bool triangular = false) const {
-        if constexpr (warpgroups) {
-            ptx::begin_products(left, x);
-            cuda::begin_transposed<T>(x, left, right);
-            ptx::commit_products();
-        } else {
-            clear(x);
-            add_transposed<T>(x, left, right, triangular, lane);
-        }
-    }
-    // x = left·right, a lower triangle.
-    __device__ void begin_lower(float (&x)[C / 8][4], std::uint32_t (&left)[C / 16][4], const Square& right) const {
-        if constexpr (warpgroups) {
-            ptx::begin_products(left, x);
-            begin_product<T>(x, left, right, false);
-            ptx::commit_products();
-        } else {
-            clear(x);
-            multiply_lower(left, right, x);
-        }
-    }
-    // state [16, K] += left [16, 64] right [64, K]
-    __device__ void begin_state(std::uint32_t (&left)[C / 16][4], const KeyRows& right) {
-        if constexpr (warpgroups) {
-            ptx::begin_products(left, state);
-            begin_product<T>(state, left, right, true);
-            ptx::commit_products();
-        } else {
-            unrolled<C / 16>([&](int depth) { add_product<T>(state, left[depth], right, depth, 0, lane); });
-        }
-    }
-    // Until so many groups of products run.
-    template <int running, int n>
-    __device__ static void wait(float (&x)[n][4]) {
-        if constexpr (warpgroups) ptx::wait_for_products<running>(x);
-    }
-
-    // x [16, 64] += left [16, 64] right, a lower triangle [64, 64].
-    __device__ void multiply_lower(const std::uint32_t (&left)[C / 16][4], const Square& right,
-                                   float (&x)[C / 8][4]) const {
-        unrolled<C / 16, C / 16>([&](int depth, int n) {
-            if (n > depth) return;
-            std::uint32_t b[4];
-            right.load_right_mn_major(b, 16 * depth, n, lane);
-            ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
-        });
-    }
     // x∘factor, of tokens
     __device__ void scale(float (&x)[C / 8][4], const float* factor) const {
         const int pair = 2 * (lane % 4);

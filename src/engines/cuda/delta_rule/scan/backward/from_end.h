@@ -41,46 +41,53 @@ struct ScanFromEnd {
         const Index slot = my.first_slot + c;
         float x[C / 8][4], y[C / 8][4];
         std::uint32_t state[K / 16][4], d_o[C / 16][4];
+        const auto products = my.products();
         to_left<T>(state, my.state);
-        my.load_values(c, d_o);
-        my.begin_transposed(x, state, my.m.keys(c, 1));
-        if constexpr (warpgroups) my.begin_lower(y, d_o, my.m.square(c, 0));
+        const auto begin = [&] {
+            my.load_values(c, d_o);
+            products.begin_transposed(x, state, my.m.keys(c, 1), false, false);
+            if constexpr (warpgroups) products.begin(y, d_o, my.m.square(c, 0), false, true);
+        };
+        if constexpr (warpgroups) begin();
         const bool nonfinite = my.values_are_nonfinite(c);
         if (nonfinite) my.saved.flags_of(slot, my.hv).gradients = 1;
         if (nonfinite || my.m.goes_by_token(c)) [[unlikely]] {
-            my.template wait<0>(x);
-            if constexpr (warpgroups) ptx::keep_registers(y);
+            if constexpr (warpgroups) {
+                products.template wait<0>(x);
+                ptx::keep_registers(y);
+            }
             my.save_state_of(my.saved.dstate(slot, my.hv));
             take_chunk_by_token(c);
             if constexpr (staged) my.hand_on(c, false, [] {});
             return;
         }
         my.save_state_of(my.saved.dstate(slot, my.hv));
+        if constexpr (!warpgroups) begin();
         my.decay_state(c);
         std::uint32_t read[C / 16][4], left[C / 16][4], erased[C / 16][4];
         my.load_values(c, read);
         if constexpr (!channel) my.scale(read, f.read);
-        my.template wait<1>(x);
+        products.template wait<1>(x);
         if constexpr (!channel) my.scale(x, f.write);
         if constexpr (warpgroups) {
-            my.template wait<0>(y);
+            products.template wait<0>(y);
             unrolled<C / 8, 4>([&](int n, int i) { x[n][i] += y[n][i]; });
         } else {
-            my.multiply_lower(d_o, my.m.square(c, 0), x);
+            products.begin(x, d_o, my.m.square(c, 0), true, true);
         }
         to_left<T>(left, x);
         if (erases)
-            my.begin_lower(y, left, my.m.square(c, 1));
+            products.begin(y, left, my.m.square(c, 1), false, true);
         else
             unrolled<C / 8, 4>([&](int n, int i) { y[n][i] = x[n][i]; });
-        my.begin_state(read, my.m.keys(c, 0));
-        my.template wait<1>(y);
+        products.begin(my.state, read, my.m.keys(c, 0), true, false);
+        products.template wait<1>(y);
         if (erases) {
             unrolled<C / 8, 4>([&](int n, int i) {
                 x[n][i] = y[n][i] * beta[8 * n + pair + i % 2] * (channel ? -1.0F : -f.erase[8 * n + pair + i % 2]);
             });
             to_left<T>(erased, x);
-            my.begin_state(erased, my.m.keys(c, kind == Keys::plain ? 1 : 2));
+            products.begin(my.state, erased, my.m.keys(c, kind == Keys::plain ? 1 : 2), true, false);
         }
         const auto make_dv = [&] {
             if (erases) my.scale(y, beta);
@@ -98,7 +105,7 @@ struct ScanFromEnd {
                 my.store_rows(c, y, my.to_tensor(c, grad.dv));
             }
         }
-        my.template wait<0>(my.state);
+        products.template wait<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {

@@ -30,21 +30,26 @@ struct ScanFromStart {
         const Index slot = my.first_slot + c;
         float x[C / 8][4], U[C / 8][4];
         std::uint32_t state[K / 16][4], value[C / 16][4], left[C / 16][4], written[C / 16][4];
+        const auto products = my.products();
         to_left<T>(state, my.state);
-        if (erases) my.begin_transposed(x, state, my.m.keys(c, kind == Keys::plain ? 0 : 1));
+        const auto begin = [&] {
+            if (erases) products.begin_transposed(x, state, my.m.keys(c, kind == Keys::plain ? 0 : 1), false, false);
+        };
+        if constexpr (warpgroups) begin();
         const bool nonfinite = my.values_are_nonfinite(c), by_record = my.m.goes_by_token(c);
         if (nonfinite || (channel && by_record)) my.saved.flags_of(slot, my.hv).values = 1;
         if (nonfinite || by_record) [[unlikely]] {
-            my.template wait<0>(x);
+            if constexpr (warpgroups) products.template wait<0>(x);
             my.save_state_of(my.saved.state(slot, my.hv));
             take_chunk_by_token(c);
             if constexpr (staged) my.hand_on(c, false, [] {});
             return;
         }
         my.save_state_of(my.saved.state(slot, my.hv));
+        if constexpr (!warpgroups) begin();
         my.load_values(c, value);
         my.decay_state(c);
-        my.template wait<0>(x);
+        products.template wait<0>(x);
         unrolled<C / 16, 4>([&](int n, int m) {
             const int token = 16 * n + 8 * (m / 2) + pair;
             const float2 both = ptx::unpack(value[n][m], T());
@@ -54,20 +59,23 @@ struct ScanFromStart {
         });
         if (erases) {
             to_left<T>(left, x);
-            my.begin_transposed(U, left, my.m.square(c, 0), true);
-            my.template wait<0>(U);
+            products.begin_transposed(U, left, my.m.square(c, 0), false, true);
+            products.template wait<0>(U);
         } else {
             unrolled<C / 8, 4>([&](int n, int i) { U[n][i] = x[n][i]; });
         }
+        // What a warpgroup stores, it stores while products run.
+        const auto store = [&] { my.store_rows(c, U, my.to_tile(my.saved.u(slot, my.hv))); };
+        if constexpr (!warpgroups) store();
         unrolled<C / 8, 4>(
             [&](int n, int i) { x[n][i] = channel ? U[n][i] : U[n][i] * f.write[8 * n + pair + i % 2]; });
         to_left<T>(written, x);
-        my.begin_state(written, my.m.keys(c, 0));
+        products.begin(my.state, written, my.m.keys(c, 0), true, false);
         if constexpr (staged)
             my.hand_on(c, true, [&] { my.give_rows(0, U); });
-        else
-            my.store_rows(c, U, my.to_tile(my.saved.u(slot, my.hv)));
-        my.template wait<0>(my.state);
+        else if constexpr (warpgroups)
+            store();
+        products.template wait<0>(my.state);
     }
 
     __device__ void take_chunk_by_token(int c) {
