@@ -1,4 +1,5 @@
-// A chunk token by token in f64, from memory: gates that rise, Inf and NaN. Rare, and slow.
+// A chunk token by token in f64, from memory: gates that rise, Inf and NaN. The state S from its start to its end, or
+// dS from its end to its start. Rare, and slow.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"
@@ -58,6 +59,16 @@ struct TokenReader {
             g = head.gate(call, call.g ? load(call.g, at(call.g, hv)) : 0.0F);
         return HeadGate::decay(g);
     }
+    // The lane's part of a state, by e^g.
+    __device__ void decay_state(WideState<K>& state) const {
+        if (call.gate == core::Gate::none) return;
+        each_channel([&](int m, int n, int e) {
+            if (m >= call.key_size) return;
+            const double factor = decay(m);
+            state[n][e] *= factor;
+            state[n][2 + e] *= factor;
+        });
+    }
 
   private:
     __device__ double norm(const View& v, Index row) const {
@@ -85,19 +96,11 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
         out[0] = sum_of_lanes<4>(out[0]);
         out[1] = sum_of_lanes<4>(out[1]);
     };
-    const auto decay = [&] {
-        t.each_channel([&](int m, int n, int e) {
-            if (m >= call.key_size) return;
-            const double factor = t.decay(m);
-            state[n][e] *= factor;
-            state[n][2 + e] *= factor;
-        });
-    };
     for (int i = 0; i < tokens; ++i) {
         t.go_to(s.begin + first + i);
         double erased[2] = {0, 0}, written[2], read[2];
         if (t.before_decay) product(t.p, t.p_row, erased);
-        if (call.gate != core::Gate::none) decay();
+        t.decay_state(state);
         if (t.erases && !t.before_decay) product(t.p, t.p_row, erased);
         const double beta = t.beta();
         for (int e = 0; e < 2; ++e) {
@@ -115,6 +118,40 @@ __device__ __attribute__((noinline)) void take_tokens(const DeltaCall* pointer, 
             if (lane % 4 == 0 && inside[e])
                 store(*o, t.at(*o, hv) + (column + 8 * e) * o->stride[3],
                       static_cast<float>(static_cast<double>(call.scale) * t.q_norm * read[e]));
+    }
+}
+
+// A lane's part of dSᵀ as accumulators lie; dS += q doᵀ, dw = dSᵀ k, dS ← e^g∘(dS − p (β dw)ᵀ).
+template <int K>
+__device__ __attribute__((noinline)) void take_tokens_back(const DeltaCall* pointer, const View* d_o, DeltaSequence s,
+                                                           int hv, Index first, int tokens, int column, int lane,
+                                                           WideState<K>& state) {
+    const DeltaCall& call = *pointer;
+    TokenReader<K> t{call, s, hv, lane};
+    const bool inside[2] = {column < call.value_size, column + 8 < call.value_size};
+    for (int i = tokens; i-- > 0;) {
+        t.go_to(s.begin + first + i);
+        double read[2], dwritten[2] = {0, 0};
+        for (int e = 0; e < 2; ++e)
+            read[e] =
+                inside[e] && *d_o ? static_cast<double>(call.scale) * t.q_norm * t.value(*d_o, column + 8 * e) : 0.0;
+        t.each_channel([&](int m, int n, int e) {
+            const double q = t.element(call.q, t.q_row, m), k = t.element(call.k, t.k_row, m);
+            for (int j = 0; j < 2; ++j) {
+                state[n][2 * j + e] = fma(q, read[j], state[n][2 * j + e]);
+                dwritten[j] = fma(k, state[n][2 * j + e], dwritten[j]);
+            }
+        });
+        const double beta = t.beta();
+        for (double& x : dwritten) x = sum_of_lanes<4>(x) * t.k_norm * beta * t.p_norm;
+        if (t.before_decay) t.decay_state(state);
+        if (t.erases)
+            t.each_channel([&](int m, int n, int e) {
+                if (m >= call.key_size) return;
+                const double p = t.element(t.p, t.p_row, m);
+                for (int j = 0; j < 2; ++j) state[n][2 * j + e] = fma(-p, dwritten[j], state[n][2 * j + e]);
+            });
+        if (!t.before_decay) t.decay_state(state);
     }
 }
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/backward/columns.h"
-#include "engines/cuda/delta_rule/tokens/chunk_back.h"
 
 namespace softdelta::cuda {
 
