@@ -172,9 +172,14 @@ void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream);
 int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 
-// Keys of a scan as given, and the record has scores; with a p of their own; with the decays of channels, as the record
-// has them; of a rule that erases nothing.
-enum class Keys { plain, scored, own_p, with_gates, only_written };
+// Keys that a scan reads.
+enum class Keys {
+    plain,
+    scored,       // plain, and the record has scores
+    own_p,        // p is not k
+    with_gates,   // with the decays of channels, as the record has them
+    only_written  // nothing is erased
+};
 
 // use.template operator()<K, keys>()
 template <class Use>
