@@ -1,5 +1,6 @@
 #include "diagnose/catalogue/catalogue.h"
 
+#include <set>
 #include <sstream>
 #include <string_view>
 
@@ -10,15 +11,15 @@ namespace softdelta::diagnose {
 namespace {
 
 void write_table(std::ostringstream& page, std::span<const Entry> entries) {
-    page << "| name | the kernel's mistake | formula: right → mistaken | source, if not that above "
-            "|\n|---|---|---|---|\n";
-    std::string_view above;
+    std::set<std::string_view> sources;
+    page << "| name | the kernel's mistake | formula: right → mistaken |\n|---|---|---|\n";
     for (const Entry& e : entries) {
-        page << "| `" << e.name << "` | " << e.sentence << " | " << e.formula << " | ";
-        if (above != e.source) page << e.source << " ";
-        page << "|\n";
-        above = e.source;
+        page << "| `" << e.name << "` | " << e.sentence << " | " << e.formula << " |\n";
+        sources.insert(e.source);
     }
+    page << "\nRight formulas:";
+    for (const std::string_view source : sources) page << "\n- " << source;
+    page << "\n";
 }
 
 }  // namespace
