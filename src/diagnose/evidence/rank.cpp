@@ -84,6 +84,13 @@ bool has_pattern(const Distance& before, const Candidate& c) {
            std::max(c.fit.sigma, std::sqrt(2 * std::max(c.evidence, 0.0))) > sigmas;
 }
 
+// Pairs of `seeds` of n mistakes with each other and the rest.
+std::size_t pairs_among(std::size_t n) {
+    std::size_t pairs = 0;
+    for (std::size_t i = 0; i < n; ++i) pairs += std::min(seeds, i);
+    return pairs;
+}
+
 // Candidates tried on all threads.
 class Trial {
   public:
@@ -392,10 +399,9 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
     const double runs = std::min(1 + pair_share * work / work_of(call), most_runs);
     sets = trial.pairs(ranking.singles, static_cast<std::size_t>(runs));
     const auto most = static_cast<std::size_t>(std::min(runs, most_pairs));
-    if (sets.size() > most) {
-        ranking.pairs_left_out = sets.size() - most;
-        sets.resize(most);
-    }
+    if (sets.size() > most) sets.resize(most);
+    const std::size_t likely = std::min(ranking.singles.size(), static_cast<std::size_t>(most_runs));
+    ranking.pairs_left_out = pairs_among(likely) - sets.size();
     ranking.pairs = trial.run(sets, sets.size(), "pairs of mistakes");
     sort(ranking.pairs);
     return ranking;
