@@ -167,8 +167,6 @@ void launch_warpgroup_scan(const ChunkForward& of, bool early, cudaStream_t stre
 int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device);
 void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream);
 constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels
-// Fold and scan in one, sm_90a, gates that all channels share.
-void launch_fused_chunks(const ChunkForward& of, cudaStream_t stream);
 int chunk_record_bytes(Level level, const DeltaCall& call);
 int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 

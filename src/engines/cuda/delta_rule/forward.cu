@@ -11,14 +11,6 @@ namespace softdelta::cuda {
 
 namespace {
 
-// One kernel where a fold takes no longer than the scan that it hides behind: rules that erase have an inverse to make,
-// and fold their chunks side by side before. Of few tokens, launches are most of the time.
-bool is_fused(Level level, const DeltaCall& call, Index sequences) {
-    constexpr Index few_tokens = 256;
-    if (level != Level::sm_90a || call.gate == core::Gate::channel) return false;
-    return call.tokens <= few_tokens || (call.erase == core::Erase::nothing && has_many_heads(call, sequences));
-}
-
 // What the scan reads is what is kept.
 bool folds_into_kept(const DeltaCall& call) {
     return call.gate == core::Gate::channel;
@@ -26,7 +18,6 @@ bool folds_into_kept(const DeltaCall& call) {
 
 // A call's way, and its memory.
 struct ChunkPlan {
-    bool fused = false;
     int folding = 0;  // folding_blocks()
     ChunkForward pass;
 };
@@ -39,8 +30,6 @@ ChunkPlan chunk_plan(Level level, const core::DeltaInputs& in, const core::Delta
     of.out = out;
     const Index sequences = core::sequence_count(in), chunks = chunk_slots(in) * of.call.heads;
     of.sequences = chunk_sequences(in, options, states, taken, parts);
-    p.fused = !keeps && is_fused(level, of.call, sequences);
-    if (p.fused) return p;
     p.folding = folding_blocks(level, of.call, sequences, keeps, in.q.device);
     of.folded.heads = of.flags.heads = of.call.heads;
     const int bytes = p.folding > 0 ? scored_record_bytes : chunk_record_bytes(level, of.call);
@@ -131,11 +120,9 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }
     list_chunks(in, taken, plan.pass.sequences, stream);
-    if (plan.fused) wait_for(handover.ready, stream);
     for_each_part(plan.pass.sequences, [&](const ChunkSequences& some) {
         ChunkForward of = plan.pass;
         of.sequences = some;
-        if (plan.fused) return launch_fused_chunks(of, stream);
         // A state that is not there yet holds up a scan, but no fold.
         if (plan.folding > 0 && handover.ready == nullptr) return launch_fold_and_scan(of, plan.folding, stream);
         if (!some.packed || some.first == 0) {  // what is listed, all at once

@@ -17,12 +17,6 @@ struct SharedFoldMemory {
     float beta[chunk_rows], q_norm[chunk_rows], p_norm[chunk_rows];
 };
 
-// The same with the inverse's.
-struct WholeFoldMemory {
-    WarpInverse::Memory inverse;
-    SharedFoldMemory rest;
-};
-
 template <class T, int K>
 struct SharedFoldTiles {
     KeyTile<T, K> q, k, p;  // p: the tile of k where a rule has no p of its own

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
             __syncthreads();
         }
     } else {
-        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, false, keeps> scan{
+        ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, keeps> scan{
             {of, s, hv, first_column, warp}};
         scan.my.load_state();
         __syncthreads();

@@ -9,7 +9,7 @@
 //     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 //
 // Gates that all channels share multiply the products of plain q, k and p, with the factors of the l2 norm; gates of
-// channels are in the keys of the record. Warpgroups: four warps multiply together (sm_90a).
+// channels are in the keys of the record.
 #pragma once
 
 #include "engines/cuda/delta_rule/scan/state.h"
@@ -27,9 +27,9 @@ struct ChunkTiles {
 };
 
 // keeps: S before each chunk and U go to out.kept.
-template <class T, int K, int slab, bool channel, bool erases, bool warpgroups, bool keeps>
+template <class T, int K, int slab, bool channel, bool erases, bool keeps>
 struct ChunkScan {
-    static constexpr int C = chunk_rows, warpgroup_barrier = 2;
+    static constexpr int C = chunk_rows;
     using Tiles = ChunkTiles<T, K, slab>;
 
     ScanState<T, K> my;
@@ -50,12 +50,8 @@ struct ChunkScan {
         const int pair = 2 * (my.lane % 4);
         std::uint32_t state[K / 16][4], u[C / 16][4], written[C / 16][4];
         float x[C / 8][4] = {}, o[C / 8][4] = {};
-        const Products<T, warpgroups> products{my.lane};
         to_left<T>(state, my.state);
-        if constexpr (erases) {
-            products.begin_transposed(x, state, tiles.erase, true, false);
-            products.template wait<0>(x);
-        }
+        if constexpr (erases) add_transposed<T>(x, state, tiles.erase, false, my.lane);
         unrolled<C / 16>([&](int n) {
             std::uint32_t value[4];
             tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
@@ -69,28 +65,26 @@ struct ChunkScan {
         });
         if constexpr (erases) {
             to_left<T>(u, x);
-            products.begin_transposed(x, u, tiles.solve, false, true);
-            products.template wait<0>(x);
+            clear(x);
+            add_transposed<T>(x, u, tiles.solve, true, my.lane);
         }
         to_left<T>(u, x);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
         });
         to_left<T>(written, x);
-        const bool reads = warpgroups || my.out.o;
-        if (reads) products.begin_transposed(o, state, tiles.read, true, false);
+        if (my.out.o) add_transposed<T>(o, state, tiles.read, false, my.lane);
         if constexpr (keeps) my.keep_values(tiles.values, u, kept);
         unrolled<K / 8, 4>(
             [&](int n, int i) { my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last; });
-        products.template wait<0>(o);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) o[n][i] *= f.read[8 * n + pair + i % 2];
         });
-        if (reads) products.begin_transposed(o, u, tiles.score, true, true);
-        products.begin(my.state, written, tiles.write, true, false);
-        products.template wait<1>(o);
-        if (my.out.o) store_outputs(c, tiles, o);
-        products.template wait<0>(my.state);
+        if (my.out.o) {
+            add_transposed<T>(o, u, tiles.score, true, my.lane);
+            store_outputs(c, tiles, o);
+        }
+        unrolled<C / 16>([&](int depth) { add_product<T>(my.state, written[depth], tiles.write, depth, 0, my.lane); });
     }
 
     // oᵀ through the tile of values, whose columns of this warp nobody else reads, to whole rows of memory.
@@ -99,11 +93,10 @@ struct ChunkScan {
                             RowsToTensor<T>(my.out.o, my.s, c, my.hv, my.first_column, my.call.value_size));
     }
 
-    // Inf or NaN in the values of the warp, or warpgroup: they stay in their row when it goes token by token.
+    // Inf or NaN in the values of the warp: they stay in their row when it goes token by token.
     __device__ bool is_nonfinite(const Tiles& tiles) const {
         const bool nonfinite = has_nonfinite_values<T>(tiles.values, my.warp, my.lane) || my.is_too_large();
-        return warpgroups ? ptx::any(warpgroup_barrier + my.warp / 4, 128, nonfinite)
-                          : __any_sync(0xffffffffu, nonfinite);
+        return __any_sync(0xffffffffu, nonfinite);
     }
 };
 
