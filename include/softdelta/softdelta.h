@@ -476,21 +476,21 @@ typedef enum softdelta_rule {
     SOFTDELTA_DPLR = 8                 /* a gate per key channel; erases along p, from the state before its decay */
 } softdelta_rule;
 
-/* Facts of a rule. */
+/* Whether a rule has a gate. */
 typedef enum softdelta_rule_gate {
     SOFTDELTA_GATE_NONE = 0,
     SOFTDELTA_GATE_HEAD = 1,   /* a number for each value head */
     SOFTDELTA_GATE_CHANNEL = 2 /* one for each of its key channels, too */
 } softdelta_rule_gate;
+/* What a rule erases before it writes, and from which state. */
 typedef enum softdelta_rule_erases {
     SOFTDELTA_ERASES_FROM_DECAYED_STATE = 0,  /* S ← decayed S, then S ← S + k (β (v − Sᵀp))ᵀ */
     SOFTDELTA_ERASES_FROM_PREVIOUS_STATE = 1, /* d = β (v − Sᵀp), then S ← decayed S + k dᵀ */
     SOFTDELTA_ERASES_NOTHING = 2              /* S ← decayed S + k vᵀ */
 } softdelta_rule_erases;
 
-/* A rule by its facts, for options.rule: what the table has, and every other combination. own_p: 1 erases along p, 0
- * along k (p is k). Where facts are those of a rule of the table, so are the results. Without a gate there is no g; one
- * is required where there is, but where nothing is erased a gate per head may also be g_gamma or missing. */
+/* options.rule by facts, a rule of the table or any other. own_p: 1 erases along p, 0 along k; 0 where nothing is
+ * erased. A gate requires g; a gate per head may be g_gamma or missing where nothing is erased. */
 static inline int32_t softdelta_rule_of_facts(softdelta_rule_gate gate, softdelta_rule_erases erases, int own_p) {
     return 256 + (int32_t)gate + 4 * (int32_t)erases + 16 * (own_p != 0);
 }

@@ -235,14 +235,20 @@ struct CacheAppendOutputs {
 // The delta rules (softdelta_rule).
 enum class Rule { delta_rule, gated_delta_rule, kda, comba, simple_gla, gla, gdn2, gated_delta_product, dplr };
 
-// Facts of a rule (softdelta_rule_of_facts): options.rule = softdelta::rule_of({.gate = softdelta::RuleGate::channel}).
+// The gate of a rule (softdelta_rule_gate).
 enum class RuleGate { none, head, channel };
+
+// What a rule erases from (softdelta_rule_erases).
 enum class RuleErases { from_decayed_state, from_previous_state, nothing };
+
+// Facts of a rule, as softdelta_rule_of_facts takes them.
 struct RuleFacts {
-    RuleGate gate = RuleGate::none;
-    RuleErases erases = RuleErases::from_decayed_state;
-    bool own_p = false;  // along p instead of k
+    RuleGate gate = RuleGate::none;                      // what decays the state
+    RuleErases erases = RuleErases::from_decayed_state;  // what it erases from
+    bool own_p = false;                                  // erases along p instead of k
 };
+
+// The rule of these facts: options.rule = softdelta::rule_of({.gate = softdelta::RuleGate::channel}).
 inline Rule rule_of(const RuleFacts& facts) {
     return static_cast<Rule>(softdelta_rule_of_facts(static_cast<softdelta_rule_gate>(facts.gate),
                                                      static_cast<softdelta_rule_erases>(facts.erases), facts.own_p));

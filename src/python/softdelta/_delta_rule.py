@@ -25,7 +25,8 @@ def delta_forward(rule, q, k, v, *, g=None, g_gamma=None, beta=None, p=None, ini
       "gdn2"              S ← diag(e^g) S, S ← S + k (β (v − Sᵀp))ᵀ             Gated DeltaNet-2
       "gated_delta_product"  as gated_delta_rule, the gate is optional         Siems et al. 2025, of several steps
       "dplr"              d = β (v − Sᵀp), S ← diag(e^g) S + k dᵀ               RWKV-7, of two steps
-    or a softdelta.Rule of facts.
+
+    A softdelta.Rule says other facts.
 
     B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K V head sizes, N sequences. Arrays speak
     DLPack or the buffer protocol, lie on the CPU, have any strides, and are f32, bf16, f16 (f64 with the reference) in

@@ -15,9 +15,9 @@ RULES = {name: number for number, name in enumerate(_native.RULES)}
 class Rule(NamedTuple):
     """A delta rule by its facts, wherever the name of one is taken: the table's rules, and every other combination.
 
-        Rule("channel", "decayed")              kda: S ← diag(e^g) S, then S ← S + k (β (v − Sᵀk))ᵀ
-        Rule("head", "previous", own_p=True)    comba: d = β (v − Sᵀp), S ← e^g S + k dᵀ
-        Rule("none", "nothing")                 linear attention: S ← S + k vᵀ
+    ``Rule("channel", "decayed")`` is kda: S ← diag(e^g) S, then S ← S + k (β (v − Sᵀk))ᵀ.
+    ``Rule("head", "previous", own_p=True)`` is comba: d = β (v − Sᵀp), then S ← e^g S + k dᵀ.
+    ``Rule("none", "nothing")`` is linear attention: S ← S + k vᵀ.
     """
     gate: str = "none"       # or head, channel: a number for each value head, or one for each of its key channels
     erases: str = "decayed"  # from the decayed state, or the previous one, or nothing
