@@ -500,8 +500,10 @@ TEST_F(CudaAttention, LengthsOnTheGpuNeedNotEndWithTheRows) {
 
 // Whatever they are, nothing else is read or written: guard bytes, and AddressSanitizer where the GPU is the host.
 TEST_F(CudaAttention, LengthsOnTheGpuMayBeWild) {
-    constexpr Index rows = 150;
-    for (const auto& ends : {std::array<double, 4>{-5, 70, 1e15, 1e15}, {300, 400, 500, -1}, {0, 150, 100, 50}}) {
+    // The last has more tiles than any 600 rows of three sequences.
+    for (const auto& ends :
+         {std::array<double, 4>{-5, 70, 1e15, 1e15}, {300, 400, 500, -1}, {0, 150, 100, 50}, {0, 600, 0, 600}}) {
+        const Index rows = ends[3] == 600 ? 600 : 150;
         Array lengths(DType::i64, {4});
         for (Index i = 0; i < 4; ++i) lengths.set(i, ends[static_cast<std::size_t>(i)]);
         const GpuTensor on_gpu = GpuTensor::input(lengths.view());

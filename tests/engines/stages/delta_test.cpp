@@ -117,7 +117,6 @@ TEST(DeltaStages, AreTheRecurrence) {
         EXPECT_TRUE(drawn.contains(feature)) << feature;
 }
 
-// f32 loses what f32 must lose: keys stay short, so that no rule amplifies it.
 TEST(DeltaStages, OfRulesByTheirFactsAreTheRecurrence) {
     for (std::uint64_t seed = first_seed(), last = seed + 60; seed < last; ++seed) {
         DeltaRanges ranges = long_sequences();
@@ -130,6 +129,7 @@ TEST(DeltaStages, OfRulesByTheirFactsAreTheRecurrence) {
     }
 }
 
+// f32 loses what f32 must lose: keys stay short, so that no rule amplifies it.
 TEST(DeltaStages, InSinglePrecisionAreClose) {
     for (std::uint64_t seed = first_seed(1000), last = seed + 60; seed < last; ++seed) {
         RandomDelta call = draw_delta(seed, long_sequences());

@@ -11,7 +11,7 @@ namespace softdelta::cuda {
 template <class T, int columns, int threads>
 class RowCopies {
     static constexpr int rows_at_once = threads / 8;
-    static_assert(rows_at_once % 8 == 0);  // a thread's units lie alike
+    static_assert(rows_at_once % 8 == 0 && chunk_rows % rows_at_once == 0);  // a thread's units lie alike
 
   public:
     __device__ RowCopies(const View& view, const Sequence& s, int head, int first, int size, int thread)

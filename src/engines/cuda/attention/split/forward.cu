@@ -152,12 +152,14 @@ __global__ void __launch_bounds__(block_threads, 1)
         if (!at) return out.redo.clear(at, call.heads, head);
         if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        if (threadIdx.x == 0)
+        AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
+        const RowTile keys = sequences.tile_of(sequences.of_keys, at.i, 0);
+        if (threadIdx.x == 0) {
+            s.k_count = listed_rows(s.k_count, sequences.of_keys, keys);
             for (const Ring<2>& all : {m.of_keys(), m.of_values()}) all.start(1, 4 * consumers);
+        }
         __syncthreads();
         const int first = static_cast<int>(at.first);
-        const RowTile keys = sequences.tile_of(sequences.of_keys, at.i, 0);
         const ForwardBlock<columns, added> block{m,
                                                  call,
                                                  split,

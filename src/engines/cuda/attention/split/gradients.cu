@@ -238,8 +238,13 @@ __global__ void __launch_bounds__(block_threads, 1)
         const RowTile at = sequences.tile_of_block(own, !by_key);
         if (!at) return redo.clear(at, heads, head);
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        if (threadIdx.x == 0) m.ring().start(32, 4 * consumers);
+        AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
+        const RowTile from = sequences.tile_of(streamed, at.i, 0);
+        if (threadIdx.x == 0) {
+            Index& rows = by_key ? s.q_count : s.k_count;
+            rows = listed_rows(rows, streamed, from);
+            m.ring().start(32, 4 * consumers);
+        }
         __syncthreads();
         const GradientBlock<columns, by_key, added> block{m,
                                                           call,
@@ -247,7 +252,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                                                           grad,
                                                           s,
                                                           at,
-                                                          sequences.tile_of(streamed, at.i, 0),
+                                                          from,
                                                           head,
                                                           static_cast<int>(at.first),
                                                           by_key && !own ? call.keys

@@ -78,11 +78,12 @@ SplitRows take_split(const Redo& like, int heads, int channels, MemoryParts& par
 }  // namespace
 
 bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o) {
+    constexpr Index few_rows = 64;  // of a key head: reading keys is all there is to do, a copy of them costs more
     const auto is_f32 = [](const core::Tensor& t) { return t && t.dtype == DType::f32; };
     return (is_f32(in.q) || is_f32(in.k) || is_f32(in.v) || is_f32(d_o)) &&
            std::max(call.channels, call.value_channels) <= most_split_channels && call.block_rows == 0 &&
-           call.top_w < 0 && call.queries <= most_warpgroup_rows && call.keys <= most_warpgroup_rows &&
-           level_of(in.q.device) == Level::sm_90a;
+           call.top_w < 0 && (d_o || call.queries * call.group > few_rows) && call.queries <= most_warpgroup_rows &&
+           call.keys <= most_warpgroup_rows && level_of(in.q.device) == Level::sm_90a;
 }
 
 SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, bool with_d_o,

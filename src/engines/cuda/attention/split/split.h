@@ -39,6 +39,12 @@ struct SplitOperands {
     SplitRows q, k, v, d_o;
 };
 
+// Rows of a sequence that a call streams, from tile `begin` on: what device memory says of lengths may be wrong, and
+// the list then ends before the rows do.
+__device__ inline Index listed_rows(Index rows, const TileList& list, const RowTile& begin) {
+    return !list ? rows : !begin ? 0 : min(rows, Index(list.most - begin.tile) * tile_rows);
+}
+
 // with.template operator()<columns, added>(): whether anything is added to scores, or caps them.
 template <class With>
 void with_split_kernel(const AttentionCall& call, const SplitOperands& split, const With& with) {

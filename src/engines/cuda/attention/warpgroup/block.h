@@ -54,7 +54,7 @@ __device__ inline bool any_consumer(bool x) {
 
 // Sequence i in shared memory, at `place`: what is rarely read holds no registers. The block waits
 // afterwards.
-__device__ inline const AttentionSequence& share_sequence(const AttentionSequences& sequences, int i, int place) {
+__device__ inline AttentionSequence& share_sequence(const AttentionSequences& sequences, int i, int place) {
     auto* shared = reinterpret_cast<AttentionSequence*>(ptx::shared_memory() + place);
     if (threadIdx.x == 0) *shared = sequences[i];
     __syncthreads();
