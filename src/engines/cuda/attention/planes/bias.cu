@@ -93,7 +93,6 @@ class BiasGradient {
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head, call_.value_channels);
         ScoreTile<planes, columns, false> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
-        const int warp = thread_ / 32, lane = thread_ % 32;
         for (Index first = queries.begin; first < queries.end; first += M) {
             const Index last = min(first + M, s.q_count) - 1;
             const Span seen{max(visible_keys(call_, s, first).begin / N * N, keys.begin / N * N),
@@ -103,13 +102,8 @@ class BiasGradient {
             q.copy(tiles_.own_scores, first, nullptr, thread_, threads);
             d_o.copy(tiles_.own_values, first, nullptr, thread_, threads);
             for (Index at = seen.begin; at < seen.end; at += N) {
-                __syncthreads();
-                k.copy(tiles_.streamed_scores, at, tiles_.nonfinite_scores, thread_, threads);
-                v.copy(tiles_.streamed_values, at, tiles_.nonfinite_values, thread_, threads);
-                tile.prepare(first, at, thread_);
-                __syncthreads();
                 Acc<16, N> p, dx, ds;
-                tile.compute(tiles_, first, at, warp, lane, p, dx, ds);
+                tile.take(tiles_, first, at, thread_, p, dx, ds);
                 const double slope = static_cast<double>(bias_slope(call_, head));
                 ds.each([&](float e, int half, int column) {
                     bias_[column / 8][2 * half + column % 2] += slope * static_cast<double>(e);

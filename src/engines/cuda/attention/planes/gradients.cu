@@ -74,17 +74,12 @@ class GradientWalk {
             d_o.copy(tiles_.own_values, first_, nullptr, thread_, threads);
         }
         const Rows &scores = by_key ? q : k, &values = by_key ? d_o : v;
-        const int warp = thread_ / 32, lane = thread_ % 32;
+        const int lane = thread_ % 32;
         const KeyRange all = streamed();
         for (Index at = all.begin; at < all.end; at += N) {
             if (!concerns(at)) continue;
-            __syncthreads();
-            scores.copy(tiles_.streamed_scores, at, tiles_.nonfinite_scores, thread_, threads);
-            values.copy(tiles_.streamed_values, at, tiles_.nonfinite_values, thread_, threads);
-            tile.prepare(first_, at, thread_);
-            __syncthreads();
             Acc<16, N> p, dx, ds;
-            tile.compute(tiles_, first_, at, warp, lane, p, dx, ds);
+            tile.take(tiles_, first_, at, thread_, p, dx, ds);
             const auto add = [&](auto& sum, Acc<16, N>& weight, const auto& rows, const Rows& from,
                                  const int* nonfinite, int channels) {
                 constexpr float one[2] = {1, 1};

@@ -65,13 +65,20 @@ class ScoreTile {
           values_(values),
           d_o_(d_o) {}
 
-    // Before compute(), by all threads of the block, which waits before and after.
-    __device__ void prepare(Index own, Index at, int thread) {
-        plain_ = bias_.is_plain(own, at);
-        if (!plain_) bias_.fill(own, at, thread, Tiles::threads);
+    // Brings streamed rows [at, at + N), by all threads of the block. p and dx of these and of own rows [first, …),
+    // which are there; ds, without the soft cap, into `ds`.
+    __device__ void take(const Tiles& tiles, Index first, Index at, int thread, Acc<16, N>& p, Acc<16, N>& dx,
+                         Acc<16, N>& ds) {
+        __syncthreads();
+        (by_key ? queries_ : keys_).copy(tiles.streamed_scores, at, tiles.nonfinite_scores, thread, Tiles::threads);
+        (by_key ? d_o_ : values_).copy(tiles.streamed_values, at, tiles.nonfinite_values, thread, Tiles::threads);
+        plain_ = bias_.is_plain(first, at);
+        if (!plain_) bias_.fill(first, at, thread, Tiles::threads);
+        __syncthreads();
+        compute(tiles, first, at, thread / 32, thread % 32, p, dx, ds);
     }
 
-    // p and dx of own rows [first, …) and streamed rows [at, at + N); ds, without the soft cap, into `ds`.
+  private:
     __device__ void compute(const Tiles& tiles, Index first, Index at, int warp, int lane, Acc<16, N>& p,
                             Acc<16, N>& dx, Acc<16, N>& ds) const {
         multiply_transposed<planes, Tiles::block_rows, N, columns>(p, tiles.own_scores, 16 * warp,
@@ -102,8 +109,6 @@ class ScoreTile {
             });
         });
     }
-
-  private:
     // Products with a row that is not finite: the tile has zeros there.
     __device__ void take_nonfinite(const Tiles& tiles, int column, Index own, Index streamed, float& score,
                                    float& d_p) const {
