@@ -106,7 +106,7 @@ function(softdelta_add_isa_level target level)
     target_compile_definitions(${kernels} PRIVATE SOFTDELTA_ISA_NAME="${level}" SOFTDELTA_ISA_TABLE=${kernels})
     target_link_libraries(${kernels} PRIVATE softdelta_common_flags)
 
-    if(SOFTDELTA_BY_FOLDER) # most of the code of a family is what its sources share
+    if(SOFTDELTA_UNITY_BUILD) # most of the code of a family is what its sources share
         foreach(family delta_rule attention layer) # in the order of the list: what takes longest stands first
             set(sources ${ARGN})
             list(FILTER sources INCLUDE REGEX "kernels/${family}/")
