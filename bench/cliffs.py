@@ -21,13 +21,13 @@ import torch
 import softdelta
 from cliff_calls import build, draw
 
-BEYOND, FAR = 2.0, 3.0
+BEYOND, FAR, SHOWN = 2.0, 3.0, 5.0
 
-SCORES = "tiles know position alone; other masks, biases and caps cost work for each score"
+SCORES = "masks, biases and caps cost work for each score"
 FILLED = "vectors and tiles are padded"
 CONVERTED = "each number is converted"
 STATES = "each sequence reads and writes its states, however short it is"
-THREADS = "kernels of single threads compute it, without tiles"
+THREADS = "single threads compute it, without tiles"
 # operation, step or None, what is peculiar, reason
 REASONS = {
     "cpu": [
@@ -192,7 +192,7 @@ def report(found, calls, arguments):
 
 
 def print_table(found, device):
-    """Classes of one reason as one row: what is peculiar, how often, the most. Those that are never FAR beyond are one
+    """Classes of one reason as one row: what is peculiar, how often, the most. Those never beyond SHOWN are one
     row."""
     rows, near = collections.defaultdict(list), []
     for ratio, plan, _ in found:
@@ -203,7 +203,7 @@ def print_table(found, device):
     print("| operation | what is peculiar | calls | most, × | reason |\n|---|---|---|---|---|")
     for (_, reason), members in sorted(rows.items(), key=lambda row: -max(m[0] for m in row[1])):
         most = max(m[0] for m in members)
-        if most <= FAR:
+        if most <= SHOWN:
             near += members
             continue
         operations = "; ".join(f"{operation} {', '.join(sorted({m[2] for m in members if m[1] == operation}))}"

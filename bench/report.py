@@ -115,6 +115,11 @@ def kept(document, title):
     return lines
 
 
+def tells(work, cells, lines):
+    """Whether a row is shown: one of D64 that meets its goals is not, beside the same of D128."""
+    return "D64" not in work or work.replace("D64", "D128") not in lines or any("**" in cell for cell in cells.values())
+
+
 def joined(new, old, names):
     """A table of new cells, and of old ones for machines that have no new ones."""
     measured = {machine for cells in new.values() for machine, _ in cells}
@@ -123,6 +128,7 @@ def joined(new, old, names):
         for (machine, column), cell in cells.items():
             if machine not in measured and cell:
                 lines.setdefault(work, {})[machine, column] = cell
+    lines = {work: cells for work, cells in lines.items() if tells(work, cells, lines)}
     machines = list(dict.fromkeys(machine for cells in [*old.values(), *lines.values()] for machine, _ in cells))
     columns = [(machine, column) for machine in machines for column in names]
     header = [f"{machine}: {column}" if column == names[0] else column for machine, column in columns]
