@@ -489,10 +489,13 @@ typedef enum softdelta_rule_erases {
     SOFTDELTA_ERASES_NOTHING = 2              /* S ← decayed S + k vᵀ */
 } softdelta_rule_erases;
 
-/* options.rule by facts, a rule of the table or any other. own_p: 1 erases along p, 0 along k; 0 where nothing is
- * erased. A gate requires g; a gate per head may be g_gamma or missing where nothing is erased. */
-static inline int32_t softdelta_rule_of_facts(softdelta_rule_gate gate, softdelta_rule_erases erases, int own_p) {
-    return 256 + (int32_t)gate + 4 * (int32_t)erases + 16 * (own_p != 0);
+/* options.rule by facts, a rule of the table or any other: gate a softdelta_rule_gate, erases a softdelta_rule_erases;
+ * -1, which every call refuses, for other numbers. own_p: 1 erases along p, 0 along k; 0 where nothing is erased. A gate
+ * requires g; a gate per head may be g_gamma or missing where nothing is erased. */
+static inline int32_t softdelta_rule_of_facts(int32_t gate, int32_t erases, int own_p) {
+    if (gate < SOFTDELTA_GATE_NONE || gate > SOFTDELTA_GATE_CHANNEL) return -1;
+    if (erases < SOFTDELTA_ERASES_FROM_DECAYED_STATE || erases > SOFTDELTA_ERASES_NOTHING) return -1;
+    return 256 + gate + 4 * erases + 16 * (own_p != 0);
 }
 
 /* Which of H key heads value head h reads. */
@@ -501,9 +504,9 @@ typedef enum softdelta_head_order {
     SOFTDELTA_HEAD_ORDER_TILED = 1    /* h mod H, as ggml has it */
 } softdelta_head_order;
 
-/* The tensors that a delta rule reads. q, k and v are required; g where a rule has a gate, which is
- * optional for simple_gla and gated_delta_product; p for comba, gdn2 and dplr, whose p is not k. "Channel gate": kda,
- * gla, gdn2, dplr. Rules by their facts take the same. */
+/* The tensors that a delta rule reads. q, k and v are required. So is g where a rule has a gate; simple_gla and
+ * gated_delta_product go without it, too. So is p for comba, gdn2 and dplr. "Channel gate": kda, gla, gdn2, dplr. Rules
+ * by their facts take the same. */
 typedef struct softdelta_delta_inputs {
     size_t size;                   /* of this structure */
     const DLTensor* q;             /* [B, T, H, K] */

@@ -250,8 +250,8 @@ struct RuleFacts {
 
 // The rule of these facts: options.rule = softdelta::rule_of({.gate = softdelta::RuleGate::channel}).
 inline Rule rule_of(const RuleFacts& facts) {
-    return static_cast<Rule>(softdelta_rule_of_facts(static_cast<softdelta_rule_gate>(facts.gate),
-                                                     static_cast<softdelta_rule_erases>(facts.erases), facts.own_p));
+    return static_cast<Rule>(softdelta_rule_of_facts(static_cast<std::int32_t>(facts.gate),
+                                                     static_cast<std::int32_t>(facts.erases), facts.own_p));
 }
 
 // The tensors that a delta rule reads (softdelta_delta_inputs).

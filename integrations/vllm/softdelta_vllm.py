@@ -25,10 +25,10 @@ def chunk_gated_delta_rule_cpu(original, query, key, value, g, beta, initial_sta
                         use_qk_l2norm_in_kernel, *indices, eps=eps)
     state = initial_state.clone() if initial_state_indices is None else initial_state
     o = delta_step("gated_delta_rule", query, key, value, state, g=g, beta=beta, cu_seqlens=cu_seqlens,
-                   state_indices=initial_state_indices, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+                   state_indices=_slots(initial_state_indices), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if not output_final_state:
         return o, None
-    return o, state if initial_state_indices is None else state[initial_state_indices]
+    return o, state if initial_state_indices is None else state[initial_state_indices.clamp(min=0)]
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(original, A_log, dt_bias, q, k, v, a, b, initial_state_source,
@@ -39,7 +39,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(original, A_log, dt_bias, q, k, v
         return original(A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens,
                         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold)
     o = delta_step("gated_delta_rule", q, k, v, initial_state_source, g=a.unsqueeze(0), beta=b.unsqueeze(0), A_log=A_log,
-                   dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=initial_state_indices,
+                   dt_bias=dt_bias, cu_seqlens=cu_seqlens, state_indices=_slots(initial_state_indices),
                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=True,
                    use_beta_sigmoid_in_kernel=True)
     return o.transpose(0, 1)
@@ -49,7 +49,7 @@ def fused_recurrent_kda(original, q, k, v, g, beta=None, scale=None, initial_sta
                         use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
                         out=None, sigmoid_beta=False, a_log=None, g_bias=None, compute_gate=False, lower_bound=None,
                         **kwargs):
-    """KDA on a pool of states [slots, H, V, K]; slot 0 stands for no sequence."""
+    """KDA on a pool of states [slots, H, V, K]."""
     known = (beta is not None and inplace_final_state and num_accepted_tokens is None and cu_seqlens is not None and
              initial_state is not None and initial_state.dtype == torch.float32 and ssm_state_indices is not None and
              ssm_state_indices.dim() == 1 and not kwargs)
@@ -59,10 +59,8 @@ def fused_recurrent_kda(original, q, k, v, g, beta=None, scale=None, initial_sta
                         lower_bound, **kwargs)
     gate = dict(use_gate_in_kernel=True, A_log=a_log.reshape(-1), dt_bias=g_bias.reshape(-1),
                 lower_bound=lower_bound) if compute_gate else {}
-    sequences = cu_seqlens.numel() - 1
-    slots = ssm_state_indices[:sequences]
     o = delta_step("kda", q, k, v, initial_state, g=g, beta=beta, cu_seqlens=cu_seqlens,
-                   state_indices=slots.masked_fill(slots <= 0, -1), scale=scale,
+                   state_indices=_slots(ssm_state_indices[:cu_seqlens.numel() - 1]), scale=scale,
                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=sigmoid_beta,
                    state_v_first=True, **gate)
     return (o if out is None else out.copy_(o)), initial_state
@@ -109,6 +107,11 @@ def register():
             _replace(original, functools.wraps(original)(functools.partial(function, original)))
             replaced.append(name)
     return replaced
+
+
+def _slots(indices):
+    """Slot 0 and -1 of vLLM's pool stand for no sequence, which is -1 here."""
+    return None if indices is None else indices.masked_fill(indices <= 0, -1)
 
 
 def _takes_the_same(original, function):

@@ -196,6 +196,12 @@ def test_what_fla_takes_and_we_do_not_is_an_error(name, given, message):
         getattr(sd, name)(**call)
 
 
+@pytest.mark.parametrize("given", [dict(A_log=torch.zeros(3)), dict(dt_bias=torch.zeros(3)), dict(lower_bound=-5.0)])
+def test_a_gate_of_the_kernel_must_be_asked_for(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} is given, expected None: use_gate_in_kernel is off"):
+        sd.delta_rule("kda", **delta_call("kda"), **given)
+
+
 def test_the_old_name_of_the_layout():
     call = delta_call("kda", v_first=True)
     want = sd.chunk_kda(**call, state_v_first=True)

@@ -98,6 +98,12 @@ def test_gated_delta_rule(vllm):
     changed = pool.clone()
     close(vllm.ops.fused_sigmoid_gating_delta_rule_update_cpu(**steps, initial_state_source=changed), o.transpose(0, 1), 0.01)
     close(changed[SLOTS], after, 0.01)
+    nobody = torch.tensor([3, 0, -1], dtype=torch.int32)  # the last two are nobody's
+    for function, call in ((vllm.ops.chunk_gated_delta_rule_cpu, dict(prompts, initial_state_indices=nobody)),
+                           (vllm.ops.fused_sigmoid_gating_delta_rule_update_cpu, dict(steps, initial_state_indices=nobody))):
+        changed = pool.clone()
+        function(**call, **{"initial_state" if "query" in call else "initial_state_source": changed})
+        assert torch.equal(changed[[0, 1, 2, 4, 5]], pool[[0, 1, 2, 4, 5]]) and not torch.equal(changed[3], pool[3])
     # not softdelta's
     assert isinstance(vllm.ops.fused_sigmoid_gating_delta_rule_update_cpu(**steps, initial_state_source=pool.bfloat16()), str)
     assert isinstance(vllm.ops.chunk_gated_delta_rule_cpu(**prompts | dict(head_first=True), initial_state=pool,

@@ -301,6 +301,9 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Ours: softdelta.delta_forward with gradients, of any rule by its name or its facts, a softdelta.Rule."""
     number = _options.rule_number(rule)
+    for name, given in ("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound):
+        if given is not None and not use_gate_in_kernel:
+            raise ValueError(f"{name} is given, expected None: use_gate_in_kernel is off")
     gate = _gate(use_gate_in_kernel, g, A_log, dt_bias, lower_bound)
     inputs = DeltaInputs(q, k, v, g=g, g_gamma=g_gamma, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return _run(number, inputs, scale, output_final_state, l2norm=use_qk_l2norm_in_kernel, gate=gate,
