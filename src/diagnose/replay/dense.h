@@ -1,7 +1,7 @@
 // Tensors of a call as dense f64, and matrices within them.
 #pragma once
 
-#include <Eigen/Dense>
+#include <Eigen/Core>
 #include <cstdint>
 #include <map>
 #include <string>

@@ -1,7 +1,7 @@
 // Tiles of the delta rules: row-major Eigen matrices, safe exponentials of gate sums, and products with a gate's decay.
 #pragma once
 
-#include <Eigen/Dense>
+#include <Eigen/Core>
 #include <limits>
 
 #include "core/tensor.h"
