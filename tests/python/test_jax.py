@@ -139,6 +139,39 @@ def test_packed_sequences_and_gates_in_the_kernel(once):
     close(jax.jit(lambda x: sj.delta_rule("kda", **x, **flags))(arrays), [jnp.asarray(t.numpy()) for t in want])
 
 
+def test_a_layer_is_that_of_torch(once):
+    """A Gated DeltaNet layer: projections, convolution, rule with gate and norms inside, gated norm; gradients of all its weights."""
+    torch = pytest.importorskip("torch")
+    import softdelta.torch as sd
+    heads, size, model, taps = 2, 8, 12, 4
+    shapes = dict(x=(2, 40, model), qkv=(model, 3 * heads * size), conv=(3 * heads * size, taps), a=(model, heads), b=(model, heads),
+                  z=(model, heads * size), A_log=(heads,), dt_bias=(heads,), norm=(size,), out=(heads * size, model))
+    w = {n: 0.5 * draw(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}
+
+    def by_jax(x, qkv, conv, a, b, z, A_log, dt_bias, norm, out):
+        y = jnp.pad(x @ qkv, ((0, 0), (taps - 1, 0), (0, 0)))
+        y = jax.nn.silu(sum(y[:, i:i + x.shape[1]] * conv[:, i] for i in range(taps)))
+        q, k, v = (part.reshape(*x.shape[:2], heads, size) for part in jnp.split(y, 3, -1))
+        o, _ = sj.delta_rule("gated_delta_rule", q, k, v, g=x @ a, beta=jax.nn.sigmoid(x @ b), A_log=A_log, dt_bias=dt_bias,
+                             use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True)
+        o = o * jax.lax.rsqrt((o * o).mean(-1, keepdims=True) + 1e-6) * norm * jax.nn.silu((x @ z).reshape(o.shape))
+        return o.reshape(*x.shape[:2], -1) @ out
+
+    def by_torch(x, qkv, conv, a, b, z, A_log, dt_bias, norm, out):
+        y = sd.causal_conv1d_fn((x @ qkv).mT, conv, activation="silu").mT
+        q, k, v = (part.unflatten(-1, (heads, size)) for part in y.chunk(3, -1))
+        o, _ = sd.chunk_gated_delta_rule(q, k, v, x @ a, (x @ b).sigmoid(), A_log=A_log, dt_bias=dt_bias,
+                                         use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True)
+        return sd.rms_norm_gated(o, (x @ z).view(o.shape), norm, eps=1e-6).flatten(-2) @ out
+
+    leaves = [torch.tensor(np.asarray(x), requires_grad=True) for x in w.values()]
+    want = by_torch(*leaves)
+    gradients = torch.autograd.grad(want.sin().sum(), leaves)
+    close(jax.jit(by_jax)(*w.values()), jnp.asarray(want.detach().numpy()))
+    got = jax.jit(jax.grad(lambda *x: jnp.sin(by_jax(*x)).sum(), argnums=tuple(range(len(w)))))(*w.values())
+    close(got, [jnp.asarray(g.numpy()) for g in gradients])
+
+
 def test_wrong_calls_are_named():
     q, k, v = operands()
     for run, message in ((lambda: sj.dot_product_attention(q, k, v, mask=jnp.zeros((1, 1, 9, 9))), "mask holds float32"),
