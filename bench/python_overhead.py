@@ -77,10 +77,10 @@ def overhead(library):
     return rows
 
 
-def many_sequences(library, count=64, size=64, keys=32, block=16):
-    """A token of each of `count` sequences with one head, on a pool of states and on a paged cache, against a token of one
-    sequence with so many heads: the bytes and the arithmetic are the same. What the first call takes longer, and what a
-    call of one sequence with one head takes, is beside the work."""
+def many_sequences(library, count=64, heads=8, size=64, keys=32, block=16):
+    """A token of each of `count` sequences, on a pool of states and on a paged cache, against a token of one sequence with
+    the heads of all. The bytes and the arithmetic are the same, and so are the units: kernels take up to eight heads
+    together. What the first call takes longer, and what a call of one sequence with one head takes, is beside the work."""
 
     def step(sequences, heads):
         q, k, v = (torch.randn(sequences, 1, heads, size) for _ in range(3))
@@ -99,8 +99,8 @@ def many_sequences(library, count=64, size=64, keys=32, block=16):
 
     rows = []
     for name, call in ("gated delta rule", step), ("attention", decode):
-        many, one, least = microseconds(call(count, 1)), microseconds(call(1, count)), microseconds(call(1, 1))
-        rows.append(dict(call=name, sequences=count, many_us=many, one_us=one, beside_us=many - one + least))
+        many, one, least = (microseconds(call(*shape)) for shape in ((count, heads), (1, count * heads), (1, 1)))
+        rows.append(dict(call=name, sequences=count, heads=heads, many_us=many, one_us=one, beside_us=many - one + least))
     return rows
 
 
