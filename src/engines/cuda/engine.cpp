@@ -6,7 +6,7 @@
 
 #include "engines/cuda/attention/passes.h"
 #include "engines/cuda/delta_rule/passes.h"
-#include "engines/cuda/device/launch.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/layer/passes.h"
 #include "engines/plugin.h"
 #include "engines/refuse_f64.h"
@@ -24,6 +24,16 @@ bool has_device() {
     return false;
 }
 
+// Of GPUs that no kernel is made for; tensors of the host go to GPU 0.
+std::string refuse_card(const core::Tensor& t) {
+    const int has = card_of(t.device.is_cpu() ? core::Device() : t.device).capability;
+    if (has >= least_capability) return "";
+    const auto text = [](int capability) {
+        return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+    };
+    return "the GPU has compute capability " + text(has) + ", expected " + text(least_capability) + " or more";
+}
+
 // Of pools of states the kernels know state_indices alone.
 template <class Inputs>
 std::string refuse_pools(const Inputs& in) {
@@ -39,7 +49,8 @@ std::string refuse_pools(const Inputs& in) {
 template <class Call>
 std::string refuse_delta(const Call& call) {
     constexpr core::Index most = 256;
-    std::string reason = refuse_f64(call.in);
+    std::string reason = refuse_card(call.in.q);
+    if (reason.empty()) reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
     if (reason.empty()) reason = refuse_pools(call.in);
     if (reason.empty() && call.in.q.shape[3] > most)
@@ -126,7 +137,8 @@ void run_backward(const DeltaBackward& c) {
 
 template <class Call>
 std::string refuse_scores(const Call& call, core::Index most_channels) {
-    std::string reason = refuse_f64(call.in);
+    std::string reason = refuse_card(call.in.q);
+    if (reason.empty()) reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
     if (reason.empty()) reason = refuse_attention(call.in, most_channels);
     return reason;
@@ -153,7 +165,8 @@ std::size_t gradients_workspace(const AttentionBackward& c) {
 
 template <auto refuse, class Call>
 std::string refuse_layer(const Call& c) {
-    std::string reason = refuse_f64(c.in);
+    std::string reason = refuse_card(c.in.x);
+    if (reason.empty()) reason = refuse_f64(c.in);
     if (reason.empty()) reason = refuse_f64(c.out);
     if (reason.empty()) reason = refuse_pools(c.in);
     return reason.empty() ? refuse(c.in) : reason;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <span>
@@ -622,6 +623,40 @@ TEST_F(CudaDelta, GatesThatRiseSlowlyAreRight) {
         sum += truth[i] * truth[i];
     }
     EXPECT_LT(std::sqrt(error / sum), 0.01);
+}
+
+// Something is kept of a call where both passes go by chunks.
+TEST_F(CudaDelta, EveryCardGoesByChunks) {
+    const Shape rows = {1, 128, 2, 128}, heads = {1, 128, 2};
+    const GpuTensor x = GpuTensor::input(Array(DType::bf16, rows).view()),
+                    of_heads = GpuTensor::input(Array(DType::f32, heads).view()),
+                    of_channels = GpuTensor::input(Array(DType::f32, rows).view());
+    for (const Rule rule : {Rule::delta_rule, Rule::gated_delta_rule, Rule::kda, Rule::comba, Rule::simple_gla}) {
+        DeltaInputs in{.q = x.view(), .k = x.view(), .v = x.view()};
+        if (rule == Rule::comba) in.p = x.view();
+        if (rule != Rule::delta_rule) in.g = (rule == Rule::kda ? of_channels : of_heads).view();
+        if (rule != Rule::simple_gla) in.beta = of_heads.view();
+        DeltaOptions options;
+        options.rule = rule;
+        EXPECT_GT(delta_kept_size(in, options, cuda()), 0U) << static_cast<int>(rule);
+    }
+}
+
+// Without a GPU the environment says which one there is (host/device.cpp).
+TEST_F(CudaDelta, OlderGpusAreRefused) {
+    if (std::getenv("SOFTDELTA_CUDA_CAPABILITY") == nullptr) GTEST_SKIP() << "this GPU is new enough";
+    const Array x(DType::f32, {1, 2, 1, 8}), heads(DType::f32, {1, 2, 1});
+    Array o(DType::f32, {1, 2, 1, 8});
+    try {
+        DeltaOptions options;
+        options.rule = Rule::delta_rule;
+        delta_forward({.q = x.view(), .k = x.view(), .v = x.view(), .beta = heads.view()}, {.o = o.view()}, options,
+                      cuda());
+        FAIL() << "a GPU that is too old took a call";
+    } catch (const Unsupported& error) {
+        EXPECT_NE(std::string(error.what()).find("compute capability 7.5, expected 8.0"), std::string::npos)
+            << error.what();
+    }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 
@@ -20,9 +21,11 @@ namespace {
 constexpr int block_rows = 16, step_keys = 16;
 constexpr float log2_e = 1.44269504F;
 
-template <class T, int columns, int value_columns>
+// small: of the cards with the least shared memory.
+template <class T, int columns, int value_columns, bool small>
 class Decode {
-    static constexpr int warps = columns > 256 ? 2 : 4, stages = columns <= 64 ? 4 : columns <= 128 ? 3 : 2;
+    static constexpr int warps = (columns > 256 ? 2 : 4) / (small && columns > 128 ? 2 : 1);
+    static constexpr int stages = columns <= 64 ? 4 : columns <= 128 && !small ? 3 : 2;
     using KeyTile = Tile<T, columns>;
     using ValueTile = Tile<T, value_columns>;
     static constexpr int key_bytes = KeyTile::bytes(step_keys), stage_bytes = key_bytes + ValueTile::bytes(step_keys);
@@ -233,11 +236,11 @@ class Decode {
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};
 };
 
-template <class T, int columns, int value_columns>
-__global__ void __launch_bounds__(Decode<T, columns, value_columns>::threads)
+template <class D>
+__global__ void __launch_bounds__(D::threads)
     decode_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                   const __grid_constant__ DecodeParts parts) {
-    Decode<T, columns, value_columns>(call, sequences, parts).run();
+    D(call, sequences, parts).run();
 }
 
 // The ranges' sums of a query put together: o and lse. A warp has every eighth range, and a lane four channels.
@@ -333,14 +336,15 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
 void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts,
                    const ForwardOutputs& out, cudaStream_t stream) {
     const auto with = [&]<class T, int columns, int value_columns>() {
-        using D = Decode<T, columns, value_columns>;
         const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
-        launch(decode_kernel<T, columns, value_columns>,
-               {dim3(static_cast<unsigned>(call.heads / call.group * tiles * slices),
-                     static_cast<unsigned>(parts.splits), static_cast<unsigned>(sequences.count)),
-                D::threads, D::shared_bytes},
-               stream, "attention of few queries", call, sequences, parts);
+        const dim3 blocks(static_cast<unsigned>(call.heads / call.group * tiles * slices),
+                          static_cast<unsigned>(parts.splits), static_cast<unsigned>(sequences.count));
+        with_room<Decode<T, columns, value_columns, false>::shared_bytes>([&]<bool small>() {
+            using D = Decode<T, columns, value_columns, small>;
+            launch(decode_kernel<D>, {blocks, D::threads, D::shared_bytes}, stream, "attention of few queries", call,
+                   sequences, parts);
+        });
     };
     const auto with_type = [&]<class T>(T) {
         const int channels = std::max(call.channels, call.value_channels);

@@ -37,7 +37,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
     saved.flags = parts.take<ChunkFlags>(chunks);
-    saved.scratch = parts.take<double>(token_blocks * token_scratch);
+    saved.scratch = parts.take<double>(token_blocks * token_scratch(token_slabs(card_of(in.q.device))));
     saved.taken = parts.take<int>(1);
     if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
         saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
@@ -63,14 +63,14 @@ void make_records(Level level, ChunkGradients& of, const KeptChunks& kept, Index
 
 // An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
 // for those of initial states alone, they come first. Otherwise the scans run beside each other.
-void run_sequences(Level level, const ChunkGradients& of, bool keeps, const core::Handover& handover,
+void run_sequences(const Card& card, const ChunkGradients& of, bool keeps, const core::Handover& handover,
                    cudaStream_t stream) {
     const bool states_first = !keeps && handover.ready != nullptr;
     const bool states_last = !keeps && !states_first && handover.done != nullptr;
     const bool beside = !keeps && !states_first && !states_last;
     const auto scan = [&](const Scans& scans) {
         for_each_part(of.sequences, [&](const ChunkSequences& part) {
-            launch_scans(level, scans, {of.call, part, of.saved, of.grad}, stream);
+            launch_scans(card, scans, {of.call, part, of.saved, of.grad}, stream);
         });
     };
     if (states_first) scan({true, false});
@@ -79,21 +79,21 @@ void run_sequences(Level level, const ChunkGradients& of, bool keeps, const core
     record(handover.done, stream);
     if (states_last) scan({true, false});
     if (of.call.gate == core::Gate::channel)
-        launch_unfold_channel(of, stream);
-    else if (level == Level::sm_90a && of.saved.size == 128 && !of.call.own_p)
+        launch_unfold_channel(card, of, stream);
+    else if (card.level == Level::sm_90a && of.saved.size == 128 && !of.call.own_p)
         launch_unfold_warpgroups(of, stream);
     else
-        launch_unfold(level, of, stream);
+        launch_unfold(card, of, stream);
     launch_unfold_by_token(of, stream);
 }
 
 void run(const core::DeltaInputs& in, const ChunkGradients& all, const KeptChunks& kept, const core::Handover& handover,
          cudaStream_t stream) {
-    const Level level = level_of(in.q.device);
+    const Card card = card_of(in.q.device);
     ChunkGradients some = all;
     const auto run_some = [&](Index slots) {
-        make_records(level, some, kept, slots, stream);
-        run_sequences(level, some, kept.states != nullptr, handover, stream);
+        make_records(card.level, some, kept, slots, stream);
+        run_sequences(card, some, kept.states != nullptr, handover, stream);
     };
     if (all.sequences.packed) return run_some(all.saved.slots);
     const auto at_once = static_cast<int>(std::min<Index>(sequences_at_once(all.call, in), sequences_of_grid));
@@ -110,7 +110,6 @@ void run(const core::DeltaInputs& in, const ChunkGradients& all, const KeptChunk
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
     constexpr Index most_tokens = most_chunks * chunk_rows, most_channels = 128;
-    constexpr int shared_bytes = 227 * 1024;
     constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
     if (in.q.dtype != type || in.state_indices) return false;
     if (options.rule.gate == core::Gate::channel &&
@@ -121,7 +120,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (!has_whole_rows(*t)) return false;
     return in.q.shape[3] <= most_channels && in.v.shape[3] <= most_channels && in.q.shape[1] > 0 &&
-           in.q.shape[1] <= most_tokens && most_shared_bytes(in.q.device) >= shared_bytes;
+           in.q.shape[1] <= most_tokens;
 }
 
 std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,

@@ -15,7 +15,7 @@
 
 #include "core/execution.h"
 #include "engines/cuda/delta_rule/chunk_list.h"
-#include "engines/cuda/device/level.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/tile/shared.h"
 
 namespace softdelta::cuda {
@@ -154,13 +154,23 @@ struct ChunkForward {
 };
 
 // early: it comes right after the fold, whose last blocks it may begin beside.
-void launch_chunk_scan(Level level, const ChunkForward& of, bool early, cudaStream_t stream);
+void launch_chunk_scan(const Card& card, const ChunkForward& of, bool early, cudaStream_t stream);
 // Whether blocks of 128 value columns fill the card.
 inline bool has_many_heads(const DeltaCall& call, Index sequences) {
     constexpr Index many = 100;
     return call.heads * sequences * ((call.value_size + 127) / 128) >= many;
 }
-// The same on sm_90a.
+// How a scan of level sm_80 goes, whose block has so many bytes of a chunk with 128 or with 64 value columns: wide
+// where there are blocks enough, but two chunks at a time come before it.
+struct ScanTiles {
+    bool wide;
+    int stages;
+};
+inline ScanTiles scan_tiles(const Card& card, bool many_heads, int wide_bytes, int narrow_bytes) {
+    const bool wide = many_heads && (2 * wide_bytes <= card.shared_bytes || 2 * narrow_bytes > card.shared_bytes);
+    return {wide, 2 * (wide ? wide_bytes : narrow_bytes) <= card.shared_bytes ? 2 : 1};
+}
+// On sm_90a.
 void launch_warpgroup_scan(const ChunkForward& of, bool early, cudaStream_t stream);
 // Calls with so few heads that their scan leaves half of the card idle are folded there meanwhile: by so many blocks; 0
 // of others.
@@ -168,7 +178,6 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
 void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream);
 constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels
 int chunk_record_bytes(Level level, const DeltaCall& call);
-int chunk_scan_shared_bytes(const DeltaCall& call);  // the most that a block needs
 
 // Keys that a scan reads.
 enum class Keys {

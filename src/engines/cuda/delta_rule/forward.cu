@@ -63,8 +63,7 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
         if (!has_whole_rows(*t)) return false;
     if (out.states && options.state_interval % chunk_rows != 0) return false;
-    return in.q.shape[3] <= most_keys && in.q.shape[1] > 0 && !in.state_indices &&
-           most_shared_bytes(in.q.device) >= chunk_scan_shared_bytes(delta_call(in, options));
+    return in.q.shape[3] <= most_keys && in.q.shape[1] > 0 && !in.state_indices;
 }
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution) {
@@ -103,12 +102,12 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
-    const Level level = level_of(in.q.device);
+    const Card card = card_of(in.q.device);
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
                                kept_chunks(call, in, execution)};
     const bool keeps = execution.kept != nullptr;
     const auto plan_in = [&](MemoryParts& parts) {
-        return chunk_plan(level, in, options, keeps, outputs, out.final_state, taken, parts);
+        return chunk_plan(card.level, in, options, keeps, outputs, out.final_state, taken, parts);
     };
     MemoryParts count(nullptr);
     plan_in(count);
@@ -129,10 +128,10 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
             if (call.gate == core::Gate::channel)
                 launch_fold_channel(of, stream);
             else
-                launch_fold_shared(level, of, stream);
+                launch_fold_shared(card.level, of, stream);
         }
         wait_for(handover.ready, stream);
-        launch_chunk_scan(level, of, handover.ready == nullptr, stream);
+        launch_chunk_scan(card, of, handover.ready == nullptr, stream);
     });
     record(handover.done, stream);
 }

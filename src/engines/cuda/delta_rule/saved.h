@@ -86,15 +86,20 @@ void launch_kept_flags(const ChunkGradients& of, const int* kept_by_token, cudaS
 // The scans from the start and from the end, which do not need each other: those wanted, side by side.
 struct Scans {
     bool from_start, from_end;
+    int stages = 2;  // chunks in a block's memory, on level sm_80
 };
-void launch_scans(Level level, Scans scans, const ChunkGradients& of, cudaStream_t stream);
-void launch_unfold(Level level, const ChunkGradients& of, cudaStream_t stream);
+void launch_scans(const Card& card, Scans scans, const ChunkGradients& of, cudaStream_t stream);
+void launch_unfold(const Card& card, const ChunkGradients& of, cudaStream_t stream);
 // On sm_90a, without a p of its own, K and V filled up to 128.
 void launch_unfold_warpgroups(const ChunkGradients& of, cudaStream_t stream);
-void launch_unfold_channel(const ChunkGradients& of, cudaStream_t stream);
+void launch_unfold_channel(const Card& card, const ChunkGradients& of, cudaStream_t stream);
 // The chunks that go token by token.
 void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream);
-constexpr int token_blocks = 64;                       // that share these chunks
-constexpr Index token_scratch = 8 * chunk_rows * 128;  // doubles of one of them
+constexpr int token_blocks = 64;     // that share these chunks
+constexpr int most_token_slabs = 2;  // of value columns, one after the other
+int token_slabs(const Card& card);
+__host__ __device__ constexpr Index token_scratch(int slabs) {  // doubles of a block
+    return (4 + 4 * slabs) * chunk_rows * 128;
+}
 
 }  // namespace softdelta::cuda

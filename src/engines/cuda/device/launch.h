@@ -76,13 +76,6 @@ class OnDevice {
     bool changed_ = false;
 };
 
-// Bytes of shared memory that a block may have; 0 where the driver does not say.
-inline int most_shared_bytes(core::Device device) {
-    int bytes = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id);
-    return error == cudaSuccess ? bytes : 0;
-}
-
 inline int multiprocessors(core::Device device) {
     int count = 0;
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.id), "the device's multiprocessors");

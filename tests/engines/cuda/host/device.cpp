@@ -263,6 +263,7 @@ void expect(std::uint32_t counter, int bytes) {
     block().counters.at(counter).bytes += bytes;
 }
 void begin_copy(std::uint32_t counter, std::byte* to, const void* from, int elements) {
+    check_hopper();
     races::copy_begins(to, copy_bytes);
     std::memset(to, 0x3f, copy_bytes);
     Counter& c = block().counters.at(counter);
@@ -344,12 +345,12 @@ void stop(const char* wrong) {
     std::abort();
 }
 
-void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel) {
+void run(dim3 blocks, int threads, std::size_t shared_bytes, bool is_hopper, const std::function<void()>& kernel) {
     if (shared_bytes > most_shared || threads % 32 != 0 || threads > 1024) std::abort();
     Block& b = block();
     b.threads = threads;
     b.shared.reset(static_cast<std::byte*>(allocate(1024, shared_bytes)));
-    running = {0, b.shared.get(), shared_bytes};
+    running = {0, b.shared.get(), shared_bytes, is_hopper};
     b.kernel = &kernel;
     races::begin_launch(b.shared.get(), shared_bytes);
     blockDim = dim3(static_cast<unsigned>(threads));
@@ -390,8 +391,10 @@ const char* cudaGetErrorString(cudaError_t) {
     return "an error";
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    const char* const capability = std::getenv("SOFTDELTA_CUDA_CAPABILITY");
     *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
-             : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
+             : attribute == cudaDevAttrComputeCapabilityMajor     ? (capability ? std::atoi(capability) / 10 : 9)
+             : attribute == cudaDevAttrComputeCapabilityMinor     ? (capability ? std::atoi(capability) % 10 : 0)
              : attribute == cudaDevAttrMultiProcessorCount        ? 5
                                                                   : 0;
     return cudaSuccess;

@@ -62,6 +62,7 @@ struct Running {
     int thread = 0;
     std::byte* shared = nullptr;
     std::size_t shared_bytes = 0;
+    bool is_hopper = false;
 };
 extern constinit thread_local Running running;
 SOFTDELTA_UNSEEN inline int running_thread() {
@@ -83,6 +84,10 @@ inline void check(bool right, const char* wrong) {
 }
 SOFTDELTA_UNSEEN inline std::byte* shared_memory() {
     return running.shared;
+}
+// Of instructions that other cards have not.
+SOFTDELTA_UNSEEN inline void check_hopper() {
+    check(running.is_hopper, "an instruction of sm_90a on another card");
 }
 constexpr std::uint32_t first_shared = 1024;  // the address of its first byte
 // `bytes` of it from an address on that is a multiple of them; stops the program where there are none.
@@ -114,7 +119,7 @@ void as_lanes(int lanes, const Act& act) {
 }
 
 // Runs kernel() for every thread of every block.
-void run(dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& kernel);
+void run(dim3 blocks, int threads, std::size_t shared_bytes, bool is_hopper, const std::function<void()>& kernel);
 
 template <class T>
 T from_lane(T x, int source) {

@@ -13,9 +13,8 @@ struct Span {
     Index begin, end;
 };
 
-template <int planes, int columns>
+template <class Tiles>
 class BiasGradient {
-    using Tiles = GradientTiles<planes, columns>;
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
@@ -92,7 +91,7 @@ class BiasGradient {
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head, call_.value_channels);
-        ScoreTile<planes, columns, false> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
+        ScoreTile<Tiles, false> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
         for (Index first = queries.begin; first < queries.end; first += M) {
             const Index last = min(first + M, s.q_count) - 1;
             const Span seen{max(visible_keys(call_, s, first).begin / N * N, keys.begin / N * N),
@@ -144,12 +143,12 @@ class BiasGradient {
     double bias_[N / 8][4] = {};
 };
 
-template <int planes, int columns>
-__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::threads)
     bias_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
-    BiasGradient<planes, columns>(call, sequences, grad).take_bias();
+    BiasGradient<Tiles>(call, sequences, grad).take_bias();
 }
 
 unsigned tiles(Index size, int step) {
@@ -160,15 +159,14 @@ unsigned tiles(Index size, int step) {
 
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                           const Gradients& grad, cudaStream_t stream) {
-    with_kernel(call, planes, [&]<int p, int columns>() {
-        using T = GradientTiles<p, columns>;
+    with_gradient_tiles(call, planes, [&]<class Tiles>() {
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
-        const unsigned all = tiles(grad.bias_queries, T::block_rows) * tiles(grad.bias_keys, T::streamed);
+        const unsigned all = tiles(grad.bias_queries, Tiles::block_rows) * tiles(grad.bias_keys, Tiles::streamed);
         const bool few = grad.redo_keys.may_take_none();
-        launch(bias_gradient_kernel<p, columns>,
+        launch(bias_gradient_kernel<Tiles>,
                {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all, static_cast<unsigned>(grad.bias_heads),
                      static_cast<unsigned>(batches)),
-                T::threads, T::shared_bytes, grad.redo_keys.early},
+                Tiles::threads, Tiles::shared_bytes, grad.redo_keys.early},
                stream, "attention's gradient of bias", call, sequences, grad);
     });
 }

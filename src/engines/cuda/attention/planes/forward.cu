@@ -9,6 +9,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/rows.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/tile/lanes.h"
 
@@ -16,19 +17,16 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int warps = 4, block_queries = 16 * warps, threads = 32 * warps;
-
-// Keys of a tile: what fits beside the queries.
-template <int planes, int columns>
-constexpr int tile_keys = planes* columns <= 384 ? 64 : 16;
-
-template <int planes, int columns>
+// Keys of a tile: what fits beside the queries. small: on the cards with the least shared memory.
+template <int planes, int columns, bool small>
 class AttentionForward {
-    static constexpr int N = tile_keys<planes, columns>;
-    using QueryTile = PlaneTile<planes, block_queries, columns>;
+    static constexpr int size = planes * columns, N = size > (small ? 256 : 384) ? 16 : small ? 32 : 64;
+    static constexpr int warps = small && size > 384 ? 1 : 4;
     using KeyTile = PlaneTile<planes, N, columns>;
 
   public:
+    static constexpr int block_queries = 16 * warps, threads = 32 * warps;
+    using QueryTile = PlaneTile<planes, block_queries, columns>;
     using Bias = BiasTile<block_queries, N, false>;
     static constexpr int bias_at = QueryTile::bytes + 2 * KeyTile::bytes, nonfinite_at = bias_at + Bias::bytes;
     static constexpr int shared_bytes = nonfinite_at + N * static_cast<int>(sizeof(int));
@@ -137,32 +135,35 @@ class AttentionForward {
     bool seen_[2] = {};
 };
 
-template <int planes, int columns, bool few>
-__global__ void __launch_bounds__(threads)
+template <class Forward, bool few>
+__global__ void __launch_bounds__(Forward::threads)
     attention_forward_kernel(const __grid_constant__ AttentionCall call,
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ ForwardOutputs out) {
     if constexpr (few) ptx::follow_launch_before();
     for_each_block<few>(out.redo, sequences, sequences.of_queries, call.heads, static_cast<int>(blockIdx.y),
-                        call.queries, block_queries,
-                        [&](const RowTile& at) { AttentionForward<planes, columns>(call, sequences, out, at).run(); });
+                        call.queries, Forward::block_queries,
+                        [&](const RowTile& at) { Forward(call, sequences, out, at).run(); });
 }
 
 }  // namespace
 
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream) {
-    const auto with = [&]<int p, int columns>() {
+    const auto run = [&]<class Forward, bool few>() {
         const TileList& list = sequences.of_queries;
-        const Index rows = row_blocks(list, call.queries, block_queries);
-        with_few(out.redo, [&]<bool few>() {
-            const dim3 blocks = row_block_grid<few>(rows, call.heads, list, sequences);
-            launch(attention_forward_kernel<p, columns, few>,
-                   {blocks, threads, AttentionForward<p, columns>::shared_bytes, few && out.redo.early}, stream,
-                   "attention forward", call, sequences, out);
-        });
+        const Index rows = row_blocks(list, call.queries, Forward::block_queries);
+        launch(attention_forward_kernel<Forward, few>,
+               {row_block_grid<few>(rows, call.heads, list, sequences), Forward::threads, Forward::shared_bytes,
+                few && out.redo.early},
+               stream, "attention forward", call, sequences, out);
     };
-    with_kernel(call, planes, with);
+    with_kernel(call, planes, [&]<int p, int columns>() {
+        with_room<AttentionForward<p, columns, false>::shared_bytes>([&]<bool small>() {
+            using Forward = AttentionForward<p, columns, small>;
+            with_few(out.redo, [&]<bool few>() { run.template operator()<Forward, few>(); });
+        });
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -10,9 +10,9 @@ namespace softdelta::cuda {
 namespace {
 
 // with_dx: dq or dk.
-template <int planes, int columns, bool by_key, bool with_dx, bool with_dv>
+template <class Tiles, bool by_key, bool with_dx, bool with_dv>
 class GradientWalk {
-    using Tiles = GradientTiles<planes, columns>;
+    static constexpr int planes = Tiles::planes, columns = Tiles::columns;
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
@@ -68,7 +68,7 @@ class GradientWalk {
     __device__ void take_head(const AttentionSequence& s, int head, const Rows& k, const Rows& v) {
         const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
-        ScoreTile<planes, columns, by_key> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
+        ScoreTile<Tiles, by_key> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
         if (!by_key) {
             q.copy(tiles_.own_scores, first_, nullptr, thread_, threads);
             d_o.copy(tiles_.own_values, first_, nullptr, thread_, threads);
@@ -107,55 +107,53 @@ class GradientWalk {
     Acc<16, with_dv ? columns : 8> dv_{};
 };
 
-template <int planes, int columns, bool few, bool by_key, bool with_dx, bool with_dv>
+template <class Tiles, bool few, bool by_key, bool with_dx, bool with_dv>
 __device__ void take_blocks(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                             int head) {
     const Redo& redo = by_key ? grad.redo_keys : grad.redo_queries;
     const int heads = by_key ? call.heads / call.group : call.heads;
-    for_each_block<few>(
-        redo, sequences, by_key ? sequences.of_keys : sequences.of_queries, heads, head,
-        by_key ? call.keys : call.queries, GradientTiles<planes, columns>::block_rows, [&](const RowTile& at) {
-            if (redo.takes(at, heads, head))
-                GradientWalk<planes, columns, by_key, with_dx, with_dv>(call, sequences, grad, at, head).run();
-        });
+    for_each_block<few>(redo, sequences, by_key ? sequences.of_keys : sequences.of_queries, heads, head,
+                        by_key ? call.keys : call.queries, Tiles::block_rows, [&](const RowTile& at) {
+                            if (redo.takes(at, heads, head))
+                                GradientWalk<Tiles, by_key, with_dx, with_dv>(call, sequences, grad, at, head).run();
+                        });
 }
 
-template <int planes, int columns, bool by_key, bool with_dx, bool with_dv>
-__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+template <class Tiles, bool by_key, bool with_dx, bool with_dv>
+__global__ void __launch_bounds__(Tiles::threads)
     gradient_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                     const __grid_constant__ Gradients grad) {
-    take_blocks<planes, columns, false, by_key, with_dx, with_dv>(call, sequences, grad, static_cast<int>(blockIdx.y));
+    take_blocks<Tiles, false, by_key, with_dx, with_dv>(call, sequences, grad, static_cast<int>(blockIdx.y));
 }
 // What kernels of warpgroups have left, all in one launch: query heads, and after them key heads.
-template <int planes, int columns>
-__global__ void __launch_bounds__(GradientTiles<planes, columns>::threads)
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::threads)
     left_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
     const int query_heads = grad.dq ? call.heads : 0, head = static_cast<int>(blockIdx.y);
     const bool of_keys = head >= query_heads;
     if (blockIdx.z > 0 && (of_keys ? sequences.of_keys : sequences.of_queries)) return;
-    if (!of_keys) return take_blocks<planes, columns, true, false, true, false>(call, sequences, grad, head);
-    if constexpr (columns <= 128) {
-        take_blocks<planes, columns, true, true, true, true>(call, sequences, grad, head - query_heads);
+    if (!of_keys) return take_blocks<Tiles, true, false, true, false>(call, sequences, grad, head);
+    if constexpr (Tiles::columns <= 128) {
+        take_blocks<Tiles, true, true, true, true>(call, sequences, grad, head - query_heads);
     } else {
-        take_blocks<planes, columns, true, true, true, false>(call, sequences, grad, head - query_heads);
-        take_blocks<planes, columns, true, true, false, true>(call, sequences, grad, head - query_heads);
+        take_blocks<Tiles, true, true, true, false>(call, sequences, grad, head - query_heads);
+        take_blocks<Tiles, true, true, false, true>(call, sequences, grad, head - query_heads);
     }
 }
 
-template <int planes, int columns>
+template <class Tiles>
 void launch_left(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                  cudaStream_t stream) {
-    using T = GradientTiles<planes, columns>;
-    const auto blocks = [](const TileList& list, Index rows) { return row_blocks(list, rows, T::block_rows); };
+    const auto blocks = [](const TileList& list, Index rows) { return row_blocks(list, rows, Tiles::block_rows); };
     const Index most = std::max(grad.dq ? blocks(sequences.of_queries, call.queries) : 0,
                                 grad.dk || grad.dv ? blocks(sequences.of_keys, call.keys) : 0);
     const int heads = (grad.dq ? call.heads : 0) + (grad.dk || grad.dv ? call.heads / call.group : 0);
     const int z = sequences.of_queries && sequences.of_keys ? 1 : sequences.count;
-    launch(left_gradient_kernel<planes, columns>,
-           {dim3(few_blocks(most, heads * z), static_cast<unsigned>(heads), static_cast<unsigned>(z)), T::threads,
-            T::shared_bytes, grad.redo_keys.early},
+    launch(left_gradient_kernel<Tiles>,
+           {dim3(few_blocks(most, heads * z), static_cast<unsigned>(heads), static_cast<unsigned>(z)), Tiles::threads,
+            Tiles::shared_bytes, grad.redo_keys.early},
            stream, "attention's gradients of q, k and v", call, sequences, grad);
 }
 
@@ -164,20 +162,20 @@ void launch_left(const AttentionCall& call, const AttentionSequences& sequences,
 void launch_gradients(const AttentionCall& call, const AttentionSequences& sequences, int planes, const Gradients& grad,
                       cudaStream_t stream) {
     if (!grad.dq && !grad.dk && !grad.dv) return;
-    with_kernel(call, planes, [&]<int p, int columns>() {
-        using T = GradientTiles<p, columns>;
-        if (grad.redo_keys.may_take_none()) return launch_left<p, columns>(call, sequences, grad, stream);
+    with_gradient_tiles(call, planes, [&]<class Tiles>() {
+        if constexpr (!Tiles::is_small)  // cards with warpgroups have more memory
+            if (grad.redo_keys.may_take_none()) return launch_left<Tiles>(call, sequences, grad, stream);
         const auto run = [&]<bool by_key, bool with_dx, bool with_dv>() {
             const TileList& list = by_key ? sequences.of_keys : sequences.of_queries;
-            const Index blocks = row_blocks(list, by_key ? call.keys : call.queries, T::block_rows);
-            launch(gradient_kernel<p, columns, by_key, with_dx, with_dv>,
+            const Index blocks = row_blocks(list, by_key ? call.keys : call.queries, Tiles::block_rows);
+            launch(gradient_kernel<Tiles, by_key, with_dx, with_dv>,
                    {row_block_grid<false>(blocks, by_key ? call.heads / call.group : call.heads, list, sequences),
-                    T::threads, T::shared_bytes},
+                    Tiles::threads, Tiles::shared_bytes},
                    stream, by_key ? "attention's gradients of k and v" : "attention's gradient of q", call, sequences,
                    grad);
         };
         if (grad.dq) run.template operator()<false, true, false>();
-        if constexpr (columns <= 128) {
+        if constexpr (Tiles::columns <= 128) {
             if (grad.dk || grad.dv) run.template operator()<true, true, true>();
         } else {  // both sums do not fit into registers
             if (grad.dk) run.template operator()<true, true, false>();

@@ -9,13 +9,18 @@
 #include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/rows.h"
+#include "engines/cuda/device/card.h"
 
 namespace softdelta::cuda {
 
-template <int planes, int columns>
+// small: of the cards with the least shared memory.
+template <int of_planes, int of_columns, bool small = false>
 struct GradientTiles {
-    static constexpr int warps = planes * columns > 384 ? 2 : 4, block_rows = 16 * warps, threads = 32 * warps;
-    static constexpr int streamed = planes * columns > 384 ? 16 : 32;  // rows of a streamed tile
+    static constexpr bool is_small = small;
+    static constexpr int planes = of_planes, columns = of_columns, size = planes * columns;
+    static constexpr int warps = (size > 384 ? 2 : 4) / (small && size > 256 ? 2 : 1), block_rows = 16 * warps,
+                         threads = 32 * warps;
+    static constexpr int streamed = small || size > 384 ? 16 : 32;  // rows of a streamed tile
     using Own = PlaneTile<planes, block_rows, columns>;
     using Streamed = PlaneTile<planes, streamed, columns>;
     using Bias = BiasTile<block_rows, streamed, false>;  // by key it is as large
@@ -39,16 +44,24 @@ struct GradientTiles {
     }
 };
 
+// use.template operator()<Tiles>() for the smallest kernel that holds the call's channels, and the card.
+template <class Use>
+void with_gradient_tiles(const AttentionCall& call, int planes, const Use& use) {
+    with_kernel(call, planes, [&]<int p, int columns>() {
+        with_room<GradientTiles<p, columns>::shared_bytes>(
+            [&]<bool small>() { use.template operator()<GradientTiles<p, columns, small>>(); });
+    });
+}
+
 // What the gradients need of a query's row.
 struct RowTerm {
     float top, log_sum, D;
 };
 
 // One head of one sequence.
-template <int planes, int columns, bool by_key>
+template <class Tiles, bool by_key>
 class ScoreTile {
-    using Tiles = GradientTiles<planes, columns>;
-    static constexpr int N = Tiles::streamed;
+    static constexpr int planes = Tiles::planes, columns = Tiles::columns, N = Tiles::streamed;
 
   public:
     using Bias = BiasTile<Tiles::block_rows, N, by_key>;

@@ -2,8 +2,8 @@
 #include "engines/cuda/attention/split/split.h"
 
 #include "engines/cuda/attention/rows.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/device/grid.h"
-#include "engines/cuda/device/level.h"
 #include "engines/cuda/tile/lanes.h"
 
 namespace softdelta::cuda {

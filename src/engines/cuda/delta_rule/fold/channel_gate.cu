@@ -43,9 +43,10 @@ struct Small {
 template <class T>
 struct Shared {
     static constexpr int key_bytes = KeyTile<T, K>::bytes(C);
-    static constexpr int inverse = 3 * key_bytes, sums = inverse + static_cast<int>(sizeof(WarpInverse::Memory)),
-                         small = sums + C * sum_row * 4, bytes = small + static_cast<int>(sizeof(Small));
-    static_assert(small % 16 == 0);
+    static constexpr int sums = 3 * key_bytes, inverse = sums,  // when sums were read
+        small = sums + C * sum_row * 4, bytes = small + static_cast<int>(sizeof(Small));
+    static_assert(small % 16 == 0 && inverse + static_cast<int>(sizeof(WarpInverse::Memory)) <= small &&
+                  bytes <= least_shared_bytes);
 };
 
 template <class T>
@@ -184,8 +185,8 @@ class ChannelFold {
             diagonal.multiply_by_halves(K / 32 * part, K / 32 * (part + 1), scores, erase);
         else
             diagonal.multiply(K / 32 * part, K / 32 * (part + 1), scores, erase);
-        // What the other warp of the pair keeps goes through memory.
-        auto* places = reinterpret_cast<float4*>(memory_ + Layout::inverse);
+        // What the other warp of the pair keeps goes through memory, where the tile of k e^R will lie.
+        auto* places = reinterpret_cast<float4*>(memory_ + 2 * Layout::key_bytes);
         const auto place = [&](int warp, int n) -> float4& { return places[(2 * warp + n) * 32 + lane_]; };
         unrolled<2>([&](int n) {
             float4& to = place(warp_, n);

@@ -73,11 +73,9 @@ __device__ inline void store_products(const SquareTile<T>& to, int row, int lane
     });
 }
 
-// x [16, 64] = rows [row, row + 16) of left·rightᵀ, columns up to their last.
+// x [16, 64] += rows [row, row + 16) of left·rightᵀ, columns up to their last.
 template <class T, class Keys>
-__device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
-                                     float (&x)[chunk_rows / 8][4]) {
-    clear(x);
+__device__ inline void add_keys(const Keys& left, const Keys& right, int row, int lane, float (&x)[chunk_rows / 8][4]) {
 #pragma unroll 2
     for (int depth = 0; depth < Keys::units / 2; ++depth) {
         std::uint32_t a[4], b[4];
@@ -90,6 +88,12 @@ __device__ inline void multiply_keys(const Keys& left, const Keys& right, int ro
             return true;
         });
     }
+}
+template <class T, class Keys>
+__device__ inline void multiply_keys(const Keys& left, const Keys& right, int row, int lane,
+                                     float (&x)[chunk_rows / 8][4]) {
+    clear(x);
+    add_keys<T>(left, right, row, lane, x);
 }
 // The same; by warpgroups all columns, in the background.
 template <class T, bool warpgroups, class Keys>

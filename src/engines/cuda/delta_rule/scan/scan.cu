@@ -1,5 +1,6 @@
 // The scan over folded chunks that lie in memory: one block for a value head of a sequence and a slab of value columns.
-// While a chunk is consumed, four warps have the next one copied. sm_80; on sm_90a calls go to scan/warpgroup/scan.cu.
+// While a chunk is consumed, four warps have the next one copied, on cards whose memory has both. sm_80; on sm_90a
+// calls go to scan/warpgroup/scan.cu.
 #include "engines/cuda/delta_rule/scan/scan.h"
 
 #include "engines/cuda/delta_rule/rows.h"
@@ -10,7 +11,6 @@ namespace softdelta::cuda {
 namespace {
 
 constexpr int C = chunk_rows;
-constexpr int stages = 2;
 constexpr int copy_warps = 4;
 
 template <class T, int K, int slab, Keys keys>
@@ -19,10 +19,10 @@ struct Shared {
     static constexpr int key_tiles = keys == Keys::plain || keys == Keys::only_written ? 2 : 3;
     static constexpr int values = key_tiles * Record::key_bytes, record = values + Tile<T, slab>::bytes(C);
     static constexpr int stage_bytes = (record + Record::small_bytes + 1023) / 1024 * 1024;
-    static constexpr int bytes = stages * stage_bytes;
+    static_assert(stage_bytes <= least_shared_bytes);
 
     // Tiles of keys lie as in a record: read, erase, write; those of plain keys read, write.
-    __device__ static ChunkTiles<T, K, slab> tiles(std::uint32_t base, int c) {
+    __device__ static ChunkTiles<T, K, slab> tiles(std::uint32_t base, int c, int stages) {
         const std::uint32_t stage = base + static_cast<std::uint32_t>(c % stages * stage_bytes);
         constexpr int write = (key_tiles - 1) * Record::key_bytes, erase = key_tiles == 2 ? write : Record::key_bytes;
         return {{stage},
@@ -45,12 +45,12 @@ struct ChunkCopy {
     const DeltaCall& call;
     const DeltaSequence& s;
     const FoldedChunks& folded;
-    int hv, first_column, thread;
+    int hv, first_column, thread, stages;
     std::uint32_t base;
 
     __device__ void run(int c) const {
         constexpr int threads = 32 * copy_warps;
-        const ChunkTiles<T, K, slab> tiles = Layout::tiles(base, c);
+        const ChunkTiles<T, K, slab> tiles = Layout::tiles(base, c, stages);
         const int h = call.key_head(hv);
         const char* record = folded.record(s.first_slot + c, hv, Record::bytes);
         if constexpr (keys == Keys::with_gates) {
@@ -71,7 +71,7 @@ struct ChunkCopy {
 
 template <class T, int K, int warps, Keys keys, bool keeps>
 __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
-    chunk_scan_kernel(const __grid_constant__ ChunkForward of) {
+    chunk_scan_kernel(const __grid_constant__ ChunkForward of, int stages) {
     constexpr int slab = 16 * warps;
     const DeltaSequence s = of.sequences[static_cast<int>(blockIdx.z)];
     const int hv = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * slab;
@@ -79,21 +79,23 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
     const std::uint32_t base = ptx::shared_address(ptx::shared_memory());
     if (warp >= warps) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
-        const ChunkCopy<T, K, slab, keys> copy{of.call, s, of.folded, hv, first_column, thread, base};
-        for (int c = -1; c < chunks; ++c) {
-            if (c + 1 < chunks) copy.run(c + 1);
+        const ChunkCopy<T, K, slab, keys> copy{of.call, s, of.folded, hv, first_column, thread, stages, base};
+        for (int c = 1 - stages; c < chunks; ++c) {
+            if (c + stages - 1 < chunks) copy.run(c + stages - 1);
             ptx::wait_for_copies();
             __syncthreads();
+            if (stages == 1) __syncthreads();
         }
     } else {
         ChunkScan<T, K, slab, keys == Keys::with_gates, keys != Keys::only_written, keeps> scan{
             {of, s, hv, first_column, warp}};
         scan.my.load_state();
-        __syncthreads();
+        if (stages > 1) __syncthreads();
         for (int c = 0; c < chunks; ++c) {
+            if (stages == 1) __syncthreads();
             Index kept = 0;
             if constexpr (keeps) kept = (s.first_slot + c) * of.folded.heads + hv;
-            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c), kept);
+            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c, stages), kept);
             __syncthreads();
         }
         scan.my.store_final_state();
@@ -101,13 +103,13 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
 }
 
 template <class T, int K, int warps, Keys keys>
-void launch_with(const ChunkForward& of, cudaStream_t stream) {
+void launch_with(const ChunkForward& of, int stages, cudaStream_t stream) {
     constexpr int slab = 16 * warps;
     auto* kernel = chunk_scan_kernel<T, K, warps, keys, false>;
     if constexpr (can_keep_chunks<T, K>)
         if (of.out.kept.states != nullptr) kernel = chunk_scan_kernel<T, K, warps, keys, true>;
-    launch(kernel, {scan_blocks(of, slab), 32 * (warps + copy_warps), Shared<T, K, slab, keys>::bytes}, stream,
-           "the delta rules' scan over chunks", of);
+    launch(kernel, {scan_blocks(of, slab), 32 * (warps + copy_warps), stages * Shared<T, K, slab, keys>::stage_bytes},
+           stream, "the delta rules' scan over chunks", of, stages);
 }
 
 }  // namespace
@@ -119,18 +121,14 @@ int chunk_record_bytes(Level level, const DeltaCall& call) {
     return bytes;
 }
 
-int chunk_scan_shared_bytes(const DeltaCall& call) {
-    int bytes = 0;
-    with_keys(call, [&]<int K, Keys keys>() { bytes = Shared<__nv_bfloat16, K, 128, keys>::bytes; });
-    return bytes;
-}
-
-void launch_chunk_scan(Level level, const ChunkForward& of, bool early, cudaStream_t stream) {
-    if (level == Level::sm_90a) return launch_warpgroup_scan(of, early, stream);
+void launch_chunk_scan(const Card& card, const ChunkForward& of, bool early, cudaStream_t stream) {
+    if (card.level == Level::sm_90a) return launch_warpgroup_scan(of, early, stream);
     const bool many = has_many_heads(of.call, of.sequences.count);
     with_half(of.call, [&]<class T>() {
         with_keys(of.call, [&]<int K, Keys keys>() {
-            (many ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(of, stream);
+            const auto [wide, stages] =
+                scan_tiles(card, many, Shared<T, K, 128, keys>::stage_bytes, Shared<T, K, 64, keys>::stage_bytes);
+            (wide ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(of, stages, stream);
         });
     });
 }

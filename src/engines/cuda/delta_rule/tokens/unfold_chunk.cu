@@ -8,9 +8,14 @@ namespace softdelta::cuda {
 
 namespace {
 
-using S = WalkShape<128, 16>;  // all value columns: saved chunks have at most 128
-static_assert(S::slab == 128);
+// All value columns, of which saved chunks have at most 128; where the card has no memory for that, half of them.
+template <bool small>
+using Shape = WalkShape<128, small ? 8 : 16>;
+template <class S>
+constexpr int slabs = 128 / S::slab;
+static_assert(slabs<Shape<false>> == 1 && slabs<Shape<true>> == most_token_slabs);
 
+template <class S>
 struct Shared {
     WalkMemory<S> walk;
     int found[S::threads];
@@ -28,23 +33,25 @@ struct StateOfTile {
     }
 };
 
-template <class T>
+template <class T, class S>
 class ChunkUnfold {
   public:
     __device__ explicit ChunkUnfold(const ChunkGradients& of)
         : call_(of.call), sequences_(of.sequences), grad_(of.grad), saved_(of.saved) {
         constexpr Index rows = chunk_rows * S::K;
-        double* const scratch = saved_.scratch + Index(blockIdx.x) * token_scratch;
+        constexpr int parts = slabs<S>;
+        double* const scratch = saved_.scratch + Index(blockIdx.x) * token_scratch(parts);
         memory_.rows = chunk_rows;
-        memory_.slots = memory_.heads = memory_.slabs = 1;
+        memory_.slots = memory_.heads = 1;
+        memory_.slabs = parts;
         memory_.channels = call_.gate == core::Gate::channel ? call_.key_size : 1;
         memory_.erased = scratch, memory_.dwritten = scratch + rows;
         memory_.dq = reinterpret_cast<float*>(scratch + 2 * rows);
-        memory_.dk = memory_.dq + rows, memory_.dp = memory_.dk + rows;
+        memory_.dk = memory_.dq + parts * rows, memory_.dp = memory_.dk + parts * rows;
         if (call_.gate == core::Gate::none || (!grad_.dg && !saved_.shares)) return;
-        memory_.ends = scratch + 4 * rows - S::K;
-        memory_.written = scratch + 4 * rows, memory_.erase = scratch + 5 * rows, memory_.dstates = scratch + 6 * rows;
-        static_assert(token_scratch >= 6 * rows + S::K * S::slab);
+        memory_.written = scratch + (2 + 2 * parts) * rows, memory_.ends = memory_.written - parts * S::K;
+        memory_.erase = memory_.written + parts * rows, memory_.dstates = memory_.erase + parts * rows;
+        static_assert(token_scratch(parts) >= (2 + 4 * parts) * rows + S::K * 128);
     }
 
     // Every thread looks at a chunk; the block takes those found, one after the other.
@@ -83,7 +90,7 @@ class ChunkUnfold {
         const int warp = thread_ / 32, rows = static_cast<int>(chunk_.count);
         for (int i = 0; i < call_.group; ++i) {
             const int hv = call_.value_head(h_, i);
-            walk(hv, i > 0);
+            for (int slab = 0; slab < slabs<S>; ++slab) walk(hv, slab, i > 0);
             for (int t = warp; t < rows; t += S::warps) unfold.values(chunk_, t, hv, t);
             if (memory_.ends && thread_ < memory_.channels) {
                 const Index share = ((saved_.first_slot + slot_) * saved_.heads + hv) * memory_.channels + thread_;
@@ -96,8 +103,8 @@ class ChunkUnfold {
             unfold.keys(u % 3, chunk_, u / 3, h_, 1, [&](int) { return u / 3; });
         __syncthreads();
     }
-    __device__ void walk(int hv, bool adds) const {
-        const Walk<S> my(call_, chunk_, hv, 0, {});
+    __device__ void walk(int hv, int slab, bool adds) const {
+        const Walk<S> my(call_, chunk_, hv, slab, {});
         const StateOfTile<T> before{saved_.state(slot_, hv), saved_.size}, after{saved_.dstate(slot_, hv), saved_.size};
         const WalkOutputs erased{{}, {}, {}, memory_.erased};
         const BackwardWalk<S> back{my, grad_.d_o, memory_, adds};
@@ -115,23 +122,32 @@ class ChunkUnfold {
     const GradientViews& grad_;
     const SavedChunks& saved_;
     GradientMemory memory_;  // of a chunk and value head
-    Shared& m_ = *reinterpret_cast<Shared*>(ptx::shared_memory());
+    Shared<S>& m_ = *reinterpret_cast<Shared<S>*>(ptx::shared_memory());
     const int thread_ = static_cast<int>(threadIdx.x);
     DeltaSequence chunk_{};
     Index slot_ = 0;
     int h_ = 0;
 };
 
-template <class T>
+template <class T, class S>
 __global__ void __launch_bounds__(S::threads) unfold_by_token_kernel(const __grid_constant__ ChunkGradients of) {
-    ChunkUnfold<T>(of).run();
+    ChunkUnfold<T, S>(of).run();
 }
+
+constexpr int most_bytes = static_cast<int>(sizeof(Shared<Shape<false>>));
 
 }  // namespace
 
+int token_slabs(const Card& card) {
+    return card.shared_bytes < most_bytes ? most_token_slabs : 1;
+}
+
 void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream) {
-    launch(unfold_by_token_kernel<SavedElement>, {token_blocks, S::threads, static_cast<int>(sizeof(Shared))}, stream,
-           "gradients token by token", of);
+    with_room<most_bytes>([&]<bool small>() {
+        using S = Shape<small>;
+        launch(unfold_by_token_kernel<SavedElement, S>, {token_blocks, S::threads, static_cast<int>(sizeof(Shared<S>))},
+               stream, "gradients token by token", of);
+    });
 }
 
 }  // namespace softdelta::cuda

@@ -25,7 +25,7 @@ struct UnfoldCopies {
         };
         copy(0, my.call.q);
         copy(1, my.call.k);
-        if (Tiles::has_p) copy(2, my.call.p);
+        if (Tiles::has_p && !Tiles::p_in_part) copy(2, my.call.p);
     }
     __device__ void first(const ChunkPlace& at, int i, int turn) const {
         const int hv = my.call.value_head(at.h, i);
@@ -55,6 +55,34 @@ struct UnfoldCopies {
             rest(my.here(), i + 1);
         else if (keys_twice && my.next().left_out == 0)
             rest(my.next(), 0);
+    }
+    // In parts: step n of a chunk, of `steps` for each value head. A third of these are for the pairs, for what is
+    // read, for what is written; each has the parts, and then a p of its own.
+    __device__ void step(int n, int steps, int buffers) const {
+        constexpr int parts = D / 64;
+        const int i = n / steps, hv = my.call.value_head(my.here().h, i), each = steps / 3, phase = n % steps / each,
+                  at = n % each, to = n % buffers;
+        const Index slot = my.here().slot;
+        const auto rows = [&](int which, const char* from) { tile(my.part_rows(to, which), from + 128 * at, C); };
+        if (at == parts) {
+            const typename Tiles::Rows p{my.part_rows(to, 0).base};
+            copy_rows<threads>(p, my.call.p, my.here().tokens, 0, my.here().h, 0, my.call.key_size, my.thread);
+            return ptx::commit_copies();
+        }
+        if (phase < 2) {
+            copy_rows<threads>(my.part_rows(to, 0), my.grad.d_o, my.here().tokens, 0, hv, 64 * at,
+                               my.grad.d_o ? my.call.value_size : 0, my.thread);
+            if (my.erases) rows(1, my.saved.dr(slot, hv));
+        }
+        if (phase != 1) rows(phase == 0 ? 2 : 0, my.saved.u(slot, hv));
+        if (phase > 0)
+            tile(my.part_state(to),
+                 (phase == 1 ? my.saved.state(slot, hv) : my.saved.dstate(slot, hv)) + at * (64 * D * 2), 64);
+        if (phase == 0 && at == 0)
+            copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(ptx::shared_address(my.small.factors + i % 2),
+                                                                      my.saved.record(slot, hv) + ChunkRecord::factors,
+                                                                      my.thread);
+        ptx::commit_copies();
     }
     template <class To>
     __device__ void tile(const To& to, const char* from, int rows) const {

@@ -32,21 +32,21 @@ struct UnfoldFactors {
     // Rows of q, k and p with their norms.
     __device__ void normalise() const {
         const RowFactors& f = my.factors();
-        const auto scale_rows = [&](const Rows& tile, const float* norm) {
-            for (int i = my.thread; i < C * Rows::units; i += threads) {
-                const int r = i / Rows::units;
-                auto* at = reinterpret_cast<uint4*>(shared_at(tile.unit(r, i % Rows::units)));
-                const uint4 x = *at;
-                const auto times = [&](std::uint32_t two) {
-                    const float2 both = ptx::unpack(two, T());
-                    return ptx::pack(both.x * norm[r], both.y * norm[r], T());
-                };
-                *at = {times(x.x), times(x.y), times(x.z), times(x.w)};
-            }
-        };
-        scale_rows(my.q(), f.q_norm);
-        scale_rows(my.k(), f.k_norm);
-        if (Tiles::has_p) scale_rows(my.p(), f.p_norm);
+        normalise(my.q(), f.q_norm);
+        normalise(my.k(), f.k_norm);
+        if (Tiles::has_p && !Tiles::p_in_part) normalise(my.p(), f.p_norm);
+    }
+    __device__ void normalise(const Rows& tile, const float* norm) const {
+        for (int i = my.thread; i < C * Rows::units; i += threads) {
+            const int r = i / Rows::units;
+            auto* at = reinterpret_cast<uint4*>(shared_at(tile.unit(r, i % Rows::units)));
+            const uint4 x = *at;
+            const auto times = [&](std::uint32_t two) {
+                const float2 both = ptx::unpack(two, T());
+                return ptx::pack(both.x * norm[r], both.y * norm[r], T());
+            };
+            *at = {times(x.x), times(x.y), times(x.z), times(x.w)};
+        }
     }
 
     __device__ void make() const {
@@ -80,6 +80,9 @@ struct KeyGradients {
             my.multiply_both(my.d_o(), my.d_r(), my.state(), false, x, e);
         else
             my.multiply(my.d_o(), my.state(), false, x);
+        finish_reads(x, e, dq, dp);
+    }
+    __device__ void finish_reads(Sums& x, Sums& e, Sums& dq, Sums& dp) const {
         float factor[2], sums[2] = {};
         for (int i = 0; i < 2; ++i) factor[i] = my.call.scale * my.small.from_start[my.row(i)];
         my.scale_and_dot(my.q(), factor, x, sums);
@@ -103,15 +106,16 @@ struct KeyGradients {
 
     // What comes from the state after the chunk, and from pairs of tokens: dk, and for rules without a p of its own dp.
     __device__ void add_writes(Sums& dk) const {
-        {
-            Sums x = {};
-            my.multiply(my.u(), my.dstate(), false, x);
-            float factor[2], sums[2] = {};
-            for (int half = 0; half < 2; ++half) factor[half] = my.small.to_end[my.row(half)];
-            my.scale_and_dot(my.k(), factor, x, sums);
-            my.keep_row_sums(my.small.write[my.quarter], sums);
-            my.add(x, dk);
-        }
+        Sums x = {};
+        my.multiply(my.u(), my.dstate(), false, x);
+        finish_writes(x, dk);
+    }
+    __device__ void finish_writes(Sums& x, Sums& dk) const {
+        float factor[2], sums[2] = {};
+        for (int half = 0; half < 2; ++half) factor[half] = my.small.to_end[my.row(half)];
+        my.scale_and_dot(my.k(), factor, x, sums);
+        my.keep_row_sums(my.small.write[my.quarter], sums);
+        my.add(x, dk);
         my.multiply_pairs_transposed(my.pairs(0), my.q(), false, dk);
         if (my.erases) my.multiply_pairs_transposed(my.pairs(1), my.p(), true, dk);
     }
@@ -169,8 +173,11 @@ struct GateGradients {
 
     // rowsum(S∘dS')
     __device__ void multiply_states() const {
-        const auto* left = reinterpret_cast<const uint4*>(shared_at(my.state().base)) + my.thread;
-        const auto* right = reinterpret_cast<const uint4*>(shared_at(my.dstate().base)) + my.thread;
+        multiply_states(shared_at(my.state().base), shared_at(my.dstate().base));
+    }
+    __device__ void multiply_states(const char* state, const char* dstate) const {
+        const auto* left = reinterpret_cast<const uint4*>(state) + my.thread;
+        const auto* right = reinterpret_cast<const uint4*>(dstate) + my.thread;
         float sum = 0;
         unrolled<D * D / 8 / unfold_threads>(
             [&](int i) { sum += dot<T>(left[i * unfold_threads], right[i * unfold_threads]); });
@@ -194,8 +201,9 @@ struct GateGradients {
     }
 };
 
+// On sm_90a.
 template <class T, int D, bool own_p, bool warpgroups>
-__global__ void __launch_bounds__(unfold_threads, 1) unfold_kernel(const __grid_constant__ ChunkGradients of) {
+__device__ inline void unfold(const ChunkGradients& of) {
     const DeltaCall& call = of.call;
     using Tiles = UnfoldTiles<T, D, own_p, warpgroups>;
     using Sums = typename Tiles::Sums;
@@ -266,23 +274,145 @@ __global__ void __launch_bounds__(unfold_threads, 1) unfold_kernel(const __grid_
     }
 }
 
+template <class T, int D, bool own_p, bool warpgroups>
+__global__ void __launch_bounds__(unfold_threads, 1) unfold_kernel(const __grid_constant__ ChunkGradients of) {
+    if constexpr (ptx::has_warpgroups) unfold<T, D, own_p, warpgroups>(of);
+}
+
+// The same where the tiles have no room side by side: value channels come 64 at a time, first of dO, dR and U for the
+// pairs, then of dO, dR and S, then of U and dS'. `buffers` of such parts are in memory.
+template <class T, int D, bool own_p>
+__global__ void __launch_bounds__(unfold_threads, 1)
+    unfold_in_parts_kernel(const __grid_constant__ ChunkGradients of, int buffers) {
+    const DeltaCall& call = of.call;
+    using Tiles = UnfoldTiles<T, D, own_p, false, true>;
+    using Sums = typename Tiles::Sums;
+    constexpr int C = chunk_rows, last_thread = unfold_threads - 1, parts = D / 64,
+                  steps = 3 * (parts + (own_p ? 1 : 0));
+    Tiles my(of);
+    const UnfoldCopies<Tiles> copy{my};
+    const UnfoldFactors<Tiles> factors{my};
+    const PairGradients<Tiles> pairs{my};
+    const KeyGradients<Tiles> keys{my};
+    const GateGradients<Tiles> gates{my};
+    const int last = steps * call.group;  // of a chunk and key head
+
+    if (my.thread == last_thread) my.small.places[0] = my.find(blockIdx.x);
+    __syncthreads();
+    for (; my.here().left_out == 0; ++my.step) {
+        int n = 0;  // the step
+        copy.keys(my.here(), 0);
+        copy.step(0, steps, buffers);
+        if (my.thread == last_thread) my.next() = my.find(my.here().number + gridDim.x);
+        // use(where the step's part is)
+        const auto take_step = [&](const auto& use) {
+            if (buffers > 1 && n + 1 < last) {
+                copy.step(n + 1, steps, buffers);
+                ptx::wait_for_copies_but<1>();
+            } else {
+                ptx::wait_for_copies();
+            }
+            my.forget();
+            __syncthreads();
+            use(n % buffers);
+            __syncthreads();
+            ++n;
+            if (buffers == 1 && n < last) copy.step(n, steps, buffers);
+        };
+        const auto for_each_part = [&](const auto& use) {
+#pragma unroll 1
+            for (int part = 0; part < parts; ++part) take_step([&](int at) { use(at, part); });
+        };
+        const auto with_p = [&](const auto& use) {
+            if constexpr (own_p)
+                take_step([&](int at) {
+                    my.p_part = at;
+                    if (call.l2norm) factors.normalise(my.p(), my.factors().p_norm);
+                    if (call.l2norm) __syncthreads();
+                    use();
+                });
+            else
+                use();
+        };
+        Sums dq = {}, dk = {}, of_p = {};
+        Sums& dp = own_p ? of_p : dk;
+        for (int i = 0; i < call.group; ++i) {
+            my.turn = i % 2;
+            const int hv = call.value_head(my.here().h, i), r = my.thread / 8;
+            const RowValues<T, typename Tiles::Rows> v(
+                static_cast<const T*>(call.v.data) + my.here().row(call.v, hv, r),
+                my.erases && r < my.rows() ? call.value_size : 0, my.thread % 8);
+            const int which = my.quarter % 2, half = my.quarter / 2;
+            const bool has_pairs = which == 0 || my.erases;
+            {
+                float x[C / 16][4] = {}, y[C / 16][4] = {}, of_values = 0;
+                for_each_part([&](int at, int part) {
+                    if (part == 0) {
+                        if (i == 0 && call.l2norm) factors.normalise();
+                        factors.make();
+                        gates.multiply_states(of.saved.state(my.here().slot, hv), of.saved.dstate(my.here().slot, hv));
+                    }
+                    if (my.erases) of_values += v.dot_part(my.part_rows(at, 1), r, part);
+                    if (has_pairs) pairs.multiply_lower(my.part_rows(at, which), my.part_rows(at, 2), half, x);
+                });
+                with_p([&] {
+                    if (!has_pairs) return;
+                    pairs.multiply_lower(which == 0 ? my.q() : my.p(), my.k(), half, y);
+                    pairs.finish(which, half, x, y);
+                });
+                of_values = sum_of_lanes<8>(of_values);
+                if (my.thread % 8 == 0) my.small.of_values[r] = of_values;
+            }
+            {
+                Sums x = {}, e = {};
+                for_each_part([&](int at, int) {
+                    if (my.erases)
+                        my.multiply_both(my.part_rows(at, 0), my.part_rows(at, 1), my.part_state(at), false, x, e);
+                    else
+                        my.multiply(my.part_rows(at, 0), my.part_state(at), false, x);
+                });
+                with_p([&] { keys.finish_reads(x, e, dq, dp); });
+                pairs.add_later_blocks();
+            }
+            Sums x = {};
+            for_each_part([&](int at, int) { my.multiply(my.part_rows(at, 0), my.part_state(at), false, x); });
+            with_p([&] { keys.finish_writes(x, dk); });
+            __syncthreads();
+            if (my.thread < 32) gates.end(hv);
+            if (const int row = my.thread - 64; row >= 0 && row < C && of.grad.dbeta)
+                unfold_beta(of, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+        }
+        keys.store_all(dq, dk, of_p);
+        __syncthreads();
+    }
+}
+
+template <int D, bool own_p>
+void launch_in_parts(const Card& card, const Blocks& blocks, const ChunkGradients& of, cudaStream_t stream) {
+    using Layout = UnfoldMemory<SavedElement, D, own_p, true>;
+    const int buffers = Layout::bytes(2) <= card.shared_bytes ? 2 : 1;
+    launch(unfold_in_parts_kernel<SavedElement, D, own_p>, {blocks, unfold_threads, Layout::bytes(buffers)}, stream,
+           "gradients of the delta rules in parts", of, buffers);
+}
+
+template <int D, bool own_p, bool warpgroups>
+void launch_whole(const Blocks& blocks, const ChunkGradients& of, cudaStream_t stream) {
+    launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
+           {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p, false>::bytes}, stream,
+           "gradients of the delta rules", of);
+}
+
 }  // namespace
 
-void launch_unfold(Level level, const ChunkGradients& of, cudaStream_t stream) {
+void launch_unfold(const Card& card, const ChunkGradients& of, cudaStream_t stream) {
     const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
     const Blocks blocks(std::min<Index>(chunks, multiprocessors()));
-    const auto with = [&]<int D, bool own_p, bool warpgroups>() {
-        launch(unfold_kernel<SavedElement, D, own_p, warpgroups>,
-               {blocks, unfold_threads, UnfoldMemory<SavedElement, D, own_p>::bytes}, stream,
-               "gradients of the delta rules", of);
-    };
-    const bool warpgroups = level == Level::sm_90a;
+    const bool whole = card.level == Level::sm_90a;
     if (of.saved.size == 64)
-        with.template operator()<64, false, false>();
-    else if (!of.call.own_p)
-        with.template operator()<128, false, false>();
-    else
-        warpgroups ? with.template operator()<128, true, true>() : with.template operator()<128, true, false>();
+        return whole ? launch_whole<64, false, false>(blocks, of, stream)
+                     : launch_in_parts<64, false>(card, blocks, of, stream);
+    if (!of.call.own_p) return launch_in_parts<128, false>(card, blocks, of, stream);
+    whole ? launch_whole<128, true, true>(blocks, of, stream) : launch_in_parts<128, true>(card, blocks, of, stream);
 }
 
 }  // namespace softdelta::cuda

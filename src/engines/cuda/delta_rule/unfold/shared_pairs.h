@@ -30,20 +30,22 @@ struct PairGradients {
             ptx::keep_registers(y);
             return;
         }
+        multiply_lower(left, my.u(), half, x);
+        multiply_lower(keys, my.k(), half, y);
+    }
+    // By a warp: x += left · rightᵀ
+    template <class Left, class Right>
+    __device__ void multiply_lower(const Left& left, const Right& right, int half, float (&x)[C / 16][4]) const {
         if (2 * half > my.block) return;
 #pragma unroll 2
-        for (int depth = 0; depth < D / 16; ++depth) {
-            std::uint32_t a[4], c[4], b[4];
+        for (int depth = 0; depth < Left::units / 2; ++depth) {
+            std::uint32_t a[4], b[4];
             left.load_left(a, 16 * my.block, depth, my.lane);
-            keys.load_left(c, 16 * my.block, depth, my.lane);
             unrolled_while<2>([&](int n) {
                 if (2 * half + n > my.block) return false;
-                my.u().load_right(b, 32 * half + 16 * n, depth, my.lane);
+                right.load_right(b, 32 * half + 16 * n, depth, my.lane);
                 ptx::multiply(x[2 * n], a, b[0], b[1], T());
                 ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
-                my.k().load_right(b, 32 * half + 16 * n, depth, my.lane);
-                ptx::multiply(y[2 * n], c, b[0], b[1], T());
-                ptx::multiply(y[2 * n + 1], c, b[2], b[3], T());
                 return true;
             });
         }
@@ -54,6 +56,11 @@ struct PairGradients {
         const bool of_score = which == 0;
         float x[C / 16][4], y[C / 16][4];
         multiply_rows(of_score ? my.d_o() : my.d_r(), of_score ? my.q() : my.p(), column_half, x, y);
+        finish(which, column_half, x, y);
+    }
+    // From products of dO or dR with U, and of keys.
+    __device__ void finish(int which, int column_half, float (&x)[C / 16][4], float (&y)[C / 16][4]) const {
+        const bool of_score = which == 0;
         const double* G = my.factors().sums + 1;
         const int back = of_score ? 0 : my.call.erase_shift();
         float own[2], to_anchor[2], beta[2];

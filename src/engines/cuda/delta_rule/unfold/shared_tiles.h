@@ -24,7 +24,7 @@ struct UnfoldNumbers {
     float through[unfold_threads / 32];
 };
 
-template <class T, int D, bool own_p>
+template <class T, int D, bool own_p, bool in_parts>
 struct UnfoldMemory {
     static constexpr unsigned rows_bytes = Tile<T, D>::bytes(chunk_rows);
     static constexpr unsigned key_tiles = own_p ? 3 : 2, key_sets = own_p ? 1 : 2;  // of this chunk, and of the next
@@ -34,14 +34,29 @@ struct UnfoldMemory {
                          bytes = small + static_cast<int>(sizeof(UnfoldNumbers));
     static_assert(sizeof(RowFactors) % 16 == 0 && bytes <= 227 * 1024);
 };
+// What products over value channels read, 64 of them at a time: up to three tiles of rows; or two, and a state. A p of
+// its own comes there when it is needed.
+template <class T, int D, bool own_p>
+struct UnfoldMemory<T, D, own_p, true> {
+    static constexpr unsigned rows_bytes = Tile<T, D>::bytes(chunk_rows);
+    static constexpr unsigned key_tiles = 2, key_sets = 1;
+    static constexpr int pairs = key_tiles * rows_bytes, small = pairs + 2 * ChunkRecord::square_bytes,
+                         parts = (small + static_cast<int>(sizeof(UnfoldNumbers)) + 127) / 128 * 128,
+                         part_rows_bytes = Tile<T, 64>::bytes(chunk_rows), state_in_part = 2 * part_rows_bytes,
+                         part_bytes = state_in_part + std::max(part_rows_bytes, Tile<T, D>::bytes(64));
 
-// Warpgroups: four warps multiply together (sm_90a).
-template <class T, int D, bool own_p, bool warpgroups>
+    // With so many parts, this one and the next.
+    static constexpr int bytes(int count) { return parts + count * part_bytes; }
+    static_assert(bytes(1) <= least_shared_bytes && static_cast<int>(rows_bytes) <= part_bytes);
+};
+
+// Warpgroups: four warps multiply together (sm_90a). in_parts: value channels come 64 at a time.
+template <class T, int D, bool own_p, bool warpgroups, bool in_parts = false>
 struct UnfoldTiles {
     static constexpr int C = chunk_rows, size = D, threads = unfold_threads;
-    static constexpr bool has_p = own_p, by_warpgroups = warpgroups;
+    static constexpr bool has_p = own_p, p_in_part = own_p && in_parts, by_warpgroups = warpgroups;
     using Element = T;
-    using Layout = UnfoldMemory<T, D, own_p>;
+    using Layout = UnfoldMemory<T, D, own_p, in_parts>;
     using Rows = KeyTile<T, D>;
     using States = Tile<T, D, D>;
     using Square = Tile<T, C>;
@@ -62,12 +77,24 @@ struct UnfoldTiles {
     }
     __device__ Rows q() const { return key(step, 0); }
     __device__ Rows k() const { return key(step, 1); }
-    __device__ Rows p() const { return key(step, own_p ? 2 : 1); }
+    __device__ Rows p() const {
+        if constexpr (p_in_part)
+            return {base + Layout::parts + p_part * Layout::part_bytes};
+        else
+            return key(step, own_p ? 2 : 1);
+    }
     __device__ Rows d_o() const { return {base + Layout::d_o}; }
     __device__ Rows d_r() const { return {base + Layout::d_r}; }
     __device__ Rows u() const { return {base + Layout::u}; }
     __device__ States state() const { return {base + Layout::state}; }
     __device__ States dstate() const { return {base + Layout::dstate}; }
+    // Of a part: rows of dO, dR or U, and of a state.
+    __device__ KeyTile<T, 64> part_rows(int part, int which) const {
+        return {base + Layout::parts + part * Layout::part_bytes + which * Layout::part_rows_bytes};
+    }
+    __device__ Tile<T, D, 64> part_state(int part) const {
+        return {base + Layout::parts + part * Layout::part_bytes + Layout::state_in_part};
+    }
     __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {
@@ -188,7 +215,7 @@ struct UnfoldTiles {
     const GradientViews& grad;
     const SavedChunks& saved;
     unsigned step = 0;  // chunks that the block has had
-    int turn = 0;
+    int turn = 0, p_part = 0;
     int thread = static_cast<int>(threadIdx.x), lane = thread % 32, block = thread / 32 % 4;
     const int quarter = __shfl_sync(0xffffffffu, thread / 128, 0);  // known to be the warp's
     const bool erases = call.erase != core::Erase::nothing;

@@ -21,14 +21,25 @@ class RowValues {
 
     __device__ float dot_row(const Rows& d_r, int row) const {
         float sum = 0;
-        unrolled<count>([&](int i) {
-            sum += dot<T>(*reinterpret_cast<const uint4*>(shared_at(d_r.unit(row, part_ + threads * i))), v_[i]);
-        });
+        unrolled<count>([&](int i) { sum += dot_unit(d_r, row, threads * i, v_[i]); });
         return sum_of_lanes<threads>(sum);
+    }
+    // The thread's part of it in channels [64·part, 64·part + 64), which are all of a tile.
+    __device__ float dot_part(const KeyTile<T, 64>& d_r, int row, int part) const {
+        constexpr int each = 8 / threads;
+        float sum = 0;
+        unrolled<count>([&](int i) { sum += i / each == part ? dot_unit(d_r, row, i % each * threads, v_[i]) : 0.0F; });
+        return sum;
     }
 
   private:
     static constexpr int count = Rows::units / threads;
+
+    template <class Tile>
+    __device__ float dot_unit(const Tile& tile, int row, int first, const uint4& v) const {
+        return dot<T>(*reinterpret_cast<const uint4*>(shared_at(tile.unit(row, part_ + first))), v);
+    }
+
     int part_;
     uint4 v_[count];
 };

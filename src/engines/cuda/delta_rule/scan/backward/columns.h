@@ -23,8 +23,8 @@ class ColumnScan {
     static constexpr bool channel = Memory::channel, staged = Memory::staged;
     static constexpr int C = chunk_rows, slab = Memory::slab;
 
-    __device__ ColumnScan(const ChunkGradients& of, int sequence)
-        : m{ptx::shared_address(ptx::shared_memory()), of.sequences[sequence].chunks()},
+    __device__ ColumnScan(const ChunkGradients& of, int sequence, int stages)
+        : m{ptx::shared_address(ptx::shared_memory()), of.sequences[sequence].chunks(), stages},
           call(of.call),
           saved(of.saved),
           s(of.sequences[sequence]) {}
@@ -227,13 +227,17 @@ class ColumnScan {
                     store_made(reverse ? m.chunks - 1 - i : i);
             return;
         }
-        if (m.chunks > 0) copy(reverse ? m.chunks - 1 : 0);
-        ptx::wait_for_copies();
-        __syncthreads();
-        for_each_chunk(m.chunks, [&](int c) {
-            if (reverse ? c > 0 : c + 1 < m.chunks) copy(reverse ? c - 1 : c + 1);
+        const int ahead = m.stages_of_card - 1;
+        if (ahead > 0) {
+            if (m.chunks > 0) copy(reverse ? m.chunks - 1 : 0);
             ptx::wait_for_copies();
             __syncthreads();
+        }
+        for_each_chunk(m.chunks, [&](int c) {
+            if (reverse ? c >= ahead : c + ahead < m.chunks) copy(reverse ? c - ahead : c + ahead);
+            ptx::wait_for_copies();
+            __syncthreads();
+            if (ahead == 0) __syncthreads();
         });
     }
     template <class Take, class End>
@@ -244,8 +248,10 @@ class ColumnScan {
             load_state(first_state, loaded);
             unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
         }
-        if constexpr (!warpgroups) __syncthreads();
+        const bool alone = m.stages_of_card == 1;
+        if (!warpgroups && !alone) __syncthreads();
         for_each_chunk(m.chunks, [&](int c) {
+            if (!warpgroups && alone) __syncthreads();
             if constexpr (warpgroups) m.turns().wait_for_products(m.turn(c));
             if constexpr (warpgroups) ptx::forget(lane);  // registers are too few for places that depend on it
             take(c);

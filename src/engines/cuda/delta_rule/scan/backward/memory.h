@@ -43,6 +43,7 @@ struct ColumnMemory {
         warpgroups ? std::min(4, (shared_bytes - staging_bytes - 2 * turn_bytes) / (stage_bytes + turn_bytes)) : 2;
     static constexpr int staging_at = stages * stage_bytes, counters_at = staging_at + staging_bytes,
                          bytes = counters_at + (warpgroups ? (stages + 2) * turn_bytes : 0);
+    static_assert(warpgroups || stage_bytes <= least_shared_bytes);
     using KeyRows = std::conditional_t<warpgroups || kind == Keys::with_gates, KeyTile<T, K>, Tile<T, K>>;
     using Values = Tile<T, slab>;
     using Square = Tile<T, C>;
@@ -50,7 +51,8 @@ struct ColumnMemory {
     __device__ unsigned turn(int c) const { return static_cast<unsigned>(reverse ? chunks - 1 - c : c); }
     __device__ Ring<stages> turns() const { return {base + counters_at}; }
     __device__ std::uint32_t stage(int c) const {
-        return base + turn(c) % static_cast<unsigned>(stages) * static_cast<unsigned>(stage_bytes);
+        const auto count = static_cast<unsigned>(warpgroups ? stages : stages_of_card);
+        return base + turn(c) % count * static_cast<unsigned>(stage_bytes);
     }
 
     // Rows of a chunk that was made, and whether there are any.
@@ -104,7 +106,8 @@ struct ColumnMemory {
     }
 
     const std::uint32_t base;
-    const int chunks;  // of the sequence
+    const int chunks;          // of the sequence
+    const int stages_of_card;  // one or two, where not warpgroups have them
 };
 
 }  // namespace softdelta::cuda

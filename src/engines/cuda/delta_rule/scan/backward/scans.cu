@@ -18,50 +18,61 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
         if constexpr (warpgroups) ptx::follow_launch_before();
         const int n = static_cast<int>(blockIdx.z), count = scans.from_end ? of.sequences.count : 0;
         if (n < count)
-            ScanFromEnd<T, K, warps, kind, warpgroups>{{of, n}, of.grad}.run();
+            ScanFromEnd<T, K, warps, kind, warpgroups>{{of, n, scans.stages}, of.grad}.run();
         else
-            ScanFromStart<T, K, warps, kind, warpgroups>{{of, n - count}}.run();
+            ScanFromStart<T, K, warps, kind, warpgroups>{{of, n - count, scans.stages}}.run();
     }
 }
+
+// Of one chunk.
+template <class T, int K, int warps, Keys kind>
+constexpr int stage_bytes = std::max(ScanFromEnd<T, K, warps, kind, false>::Memory::stage_bytes,
+                                     ScanFromStart<T, K, warps, kind, false>::Memory::stage_bytes);
 
 template <class T, int K, int warps, Keys kind, bool warpgroups>
 void launch_scan_kernel(Scans scans, const ChunkGradients& of, cudaStream_t stream) {
     const int each = of.sequences.count * ((scans.from_start ? 1 : 0) + (scans.from_end ? 1 : 0));
     const Blocks blocks(of.saved.size / (16 * warps), of.call.heads, each);
-    constexpr int bytes = std::max(ScanFromEnd<T, K, warps, kind, warpgroups>::Memory::bytes,
-                                   ScanFromStart<T, K, warps, kind, warpgroups>::Memory::bytes);
+    int bytes = scans.stages * stage_bytes<T, K, warps, kind>;
+    if constexpr (warpgroups)
+        bytes = std::max(ScanFromEnd<T, K, warps, kind, true>::Memory::bytes,
+                         ScanFromStart<T, K, warps, kind, true>::Memory::bytes);
     launch(scan_kernel<T, K, warps, kind, warpgroups>, {blocks, 32 * (warps + copy_warps), bytes, warpgroups}, stream,
            "the delta rules' scans for gradients", scans, of);
 }
 
-// use.template operator()<warps, kind>(), K and V filled up to 128: few heads take less columns for each block, so that
-// more blocks share the work.
+// use.template operator()<kind>(), K and V filled up to 128.
 template <class Use>
-void with_wide_scan(const DeltaCall& call, int sequences, const Use& use) {
-    constexpr Index many = 100;
-    const auto with = [&]<Keys kind>() {
-        if (Index(call.heads) * sequences >= many)
-            use.template operator()<8, kind>();
-        else
-            use.template operator()<4, kind>();
-    };
+void with_kind(const DeltaCall& call, const Use& use) {
     if (call.gate == core::Gate::channel)
-        with.template operator()<Keys::with_gates>();
+        use.template operator()<Keys::with_gates>();
     else if (call.own_p)
-        with.template operator()<Keys::own_p>();
+        use.template operator()<Keys::own_p>();
     else
-        with.template operator()<Keys::plain>();
+        use.template operator()<Keys::plain>();
 }
 
 }  // namespace
 
-// Warpgroups: on sm_90a, of rules that erase, K and V filled up to 128.
-void launch_scans(Level level, Scans scans, const ChunkGradients& of, cudaStream_t stream) {
-    if (of.saved.size == 64) return launch_scan_kernel<SavedElement, 64, 4, Keys::plain, false>(scans, of, stream);
-    const bool warpgroups = level == Level::sm_90a && of.call.erase != core::Erase::nothing;
-    with_wide_scan(of.call, of.sequences.count, [&]<int warps, Keys kind>() {
-        (warpgroups ? launch_scan_kernel<SavedElement, 128, warps, kind, true>
-                    : launch_scan_kernel<SavedElement, 128, warps, kind, false>)(scans, of, stream);
+// Warpgroups: on sm_90a, of rules that erase, K and V filled up to 128. Few heads take less columns for each block, so
+// that more blocks share the work.
+void launch_scans(const Card& card, Scans scans, const ChunkGradients& of, cudaStream_t stream) {
+    using T = SavedElement;
+    if (of.saved.size == 64) {
+        scans.stages = scan_tiles(card, false, 0, stage_bytes<T, 64, 4, Keys::plain>).stages;
+        return launch_scan_kernel<T, 64, 4, Keys::plain, false>(scans, of, stream);
+    }
+    constexpr Index enough = 100;
+    const bool many = Index(of.call.heads) * of.sequences.count >= enough;
+    const bool warpgroups = card.level == Level::sm_90a && of.call.erase != core::Erase::nothing;
+    with_kind(of.call, [&]<Keys kind>() {
+        if (warpgroups)
+            return (many ? launch_scan_kernel<T, 128, 8, kind, true>
+                         : launch_scan_kernel<T, 128, 4, kind, true>)(scans, of, stream);
+        const auto [wide, stages] = scan_tiles(card, many, stage_bytes<T, 128, 8, kind>, stage_bytes<T, 128, 4, kind>);
+        scans.stages = stages;
+        (wide ? launch_scan_kernel<T, 128, 8, kind, false> : launch_scan_kernel<T, 128, 4, kind, false>)(scans, of,
+                                                                                                         stream);
     });
 }
 

@@ -6,18 +6,24 @@
 
 namespace softdelta::cuda {
 
-template <class T>
+template <class T, bool in_parts = false>
 struct ChannelOperands {
-    using Layout = ChannelMemory<T>;
+    using Layout = ChannelMemory<T, in_parts>;
     using Rows = Tile<T, channels>;
     static constexpr int C = chunk_rows, D = channels;
 
-    const ChannelTiles<T>& my;
+    const ChannelTiles<T, in_parts>& my;
+
+    // Where q and k lie before operands.
+    __device__ int key(int which) const {
+        if constexpr (in_parts) return my.keys_at + which * Layout::rows_bytes;
+        return which == 0 ? Layout::q : Layout::k;
+    }
 
     // Norms, of 16 rows by a warp.
     __device__ void norms() const {
         if (my.warp >= 8) return;
-        const Rows keys = my.tile(my.warp < 4 ? Layout::q : Layout::k);
+        const Rows keys = my.tile(key(my.warp < 4 ? 0 : 1));
         float* to = (my.warp < 4 ? my.small.q_norm : my.small.k_norm) + 16 * (my.warp % 4) + my.lane / 4;
         float first[4] = {}, second[4] = {};
         if (my.call.l2norm) {
@@ -33,7 +39,12 @@ struct ChannelOperands {
         to[0] = norm(my.own_product(first));
         to[8] = norm(my.own_product(second + 2));
     }
-    __device__ void of_block(int block, const BlockTokens& L) const {
+    // given: q and k of the block, or null: they still lie in their tiles.
+    using Given = std::uint32_t[2][4];
+    __device__ void of_block(int block, const BlockTokens& L, const Given* given = nullptr) const {
+        const auto load = [&](int which, BlockTokens& out) {
+            given != nullptr ? my.unpack((*given)[which], out) : my.load_keys(key(which), block, out);
+        };
         float total[2];
         unrolled<2>([&](int half) {
             total[half] = my.up_to_eight(L, 1, half);
@@ -41,11 +52,11 @@ struct ChannelOperands {
         });
         BlockTokens x, k, decay;
         unrolled<2, 4>([&](int n, int i) { decay[n][i] = ptx::exp2(L[n][i]); });
-        my.load_keys(Layout::q, block, x);
+        load(0, x);
         my.with_rows(my.small.q_norm, block,
                      [&](int n, int i, float norm) { x[n][i] *= my.call.scale * norm * decay[n][i]; });
         my.store_operand(read_keys, block, x);
-        my.load_keys(Layout::k, block, k);
+        load(1, k);
         my.with_rows(my.small.k_norm, block, [&](int n, int i, float norm) {
             k[n][i] *= norm;
             x[n][i] = k[n][i] * ptx::exp2(total[i / 2] - L[n][i]);
@@ -65,6 +76,9 @@ struct ChannelOperands {
         begin_multiply_keys<T, ptx::has_warpgroups>(my.value_tile(which == 0 ? Layout::d_o : Layout::d_r),
                                                     my.value_tile(Layout::u), 16 * block, my.lane, x);
         if constexpr (ptx::has_warpgroups) ptx::wait_for_products<0>(x);
+        store_all_pairs(which, block, x);
+    }
+    __device__ void store_all_pairs(int which, int block, const float (&x)[C / 8][4]) const {
         unrolled<C / 8>([&](int n) {
             if (n / 2 <= block) store_pairs(which, block, n, x[n]);
         });  // nobody reads the others

@@ -24,9 +24,9 @@ struct BlockGradients {
     BlockTokens dg;
 };
 
-template <class T>
+template <class T, bool in_parts = false>
 struct ChannelPairs {
-    ChannelTiles<T>& my;
+    ChannelTiles<T, in_parts>& my;
 
     // From beyond the block, and between its halves of eight.
     __device__ void add_halves(int block, const BlockRows& rows, BlockGradients& d) const {

@@ -6,11 +6,11 @@
 
 namespace softdelta::cuda {
 
-template <class T>
+template <class T, bool in_parts = false>
 struct ChannelResults {
-    using Layout = ChannelMemory<T>;
+    using Layout = ChannelMemory<T, in_parts>;
 
-    ChannelTiles<T>& my;
+    ChannelTiles<T, in_parts>& my;
 
     // The sum of what spans all of a block's gates: of a channel and block of the warp by each lane.
     __device__ void sum_spanning() const {
@@ -60,7 +60,7 @@ struct ChannelResults {
                 d.dg[n][i] = spanning;
             });
         });
-        ChannelPairs<T>{my}.add_halves(block, rows, d);
+        ChannelPairs<T, in_parts>{my}.add_halves(block, rows, d);
         unrolled<2, 4>([&](int n, int i) { y[n][i] = fmaf(rows.minus_beta[n][i % 2], E[n][i], y[n][i]); });
         sum_channels(2, block, rows.k, E);
         if (my.call.l2norm) {
@@ -157,8 +157,8 @@ struct ChannelResults {
             dbeta *= -my.small.minus_beta[r] * sigmoid(-my.small.given_beta[r]);
         store(my.grad.dbeta, my.row_of(my.grad.dbeta, r, my.hv), dbeta);
     }
-    // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody
-    // reads any more.
+    // y = x r: dx = r (dy − y Σ dy∘y). Through the warp's part of a tile that nobody reads any more; in parts, of the
+    // keys' own.
     __device__ void store_keys(int which, int from, int through, const float* norm, const View& to, int block,
                                BlockTokens& d) const {
         if (!to) return;
@@ -171,10 +171,15 @@ struct ChannelResults {
         } else {
             unrolled<2, 4>([&](int n, int i) { d[n][i] *= scale; });
         }
-        const auto rows = my.value_tile(through);
+        const auto rows = [&] {
+            if constexpr (in_parts)
+                return my.tile(from);
+            else
+                return my.value_tile(through);
+        }();
         std::uint32_t words[4];
         my.pack(d, words);
-        if constexpr (ptx::has_warpgroups) {
+        if constexpr (ptx::has_warpgroups && !in_parts) {
             rows.store_transposed_result(words, 16 * block, 16 * my.slice, my.lane);
         } else {
             unrolled<4>([&](int i) {

@@ -44,7 +44,7 @@ struct ChannelSums {
     float shares[2][blocks][channels];           // of ddt_bias or dg_gamma, of dA_log
 };
 
-template <class T>
+template <class T, bool in_parts = false>
 struct ChannelMemory {
     using Rows = Tile<T, channels>;
     static constexpr int rows_bytes = Rows::bytes(chunk_rows), state_bytes = Rows::bytes(channels),
@@ -58,10 +58,29 @@ struct ChannelMemory {
     static_assert(4 * sizeof(BlockTokens) * channel_threads <= 2 * state_bytes);  // what is put aside
 };
 
+// Value channels 64 at a time: what products over them read lies where keys and sums come later. Operands lie where
+// keys lay, which come once more.
 template <class T>
+struct ChannelMemory<T, true> {
+    using Rows = Tile<T, channels>;
+    static constexpr int rows_bytes = Rows::bytes(chunk_rows), part_rows_bytes = Tile<T, 64>::bytes(chunk_rows),
+                         part_state_bytes = Rows::bytes(64), operand_bytes = rows_bytes;
+    static constexpr int pairs = 0, small = 2 * ChunkRecord::square_bytes,
+                         parts = (small + static_cast<int>(sizeof(ChannelNumbers)) + 127) / 128 * 128,
+                         states = 3 * part_rows_bytes, part_bytes = states + 2 * part_state_bytes, q = parts,
+                         k = q + rows_bytes, u = k + rows_bytes, d_o = q, d_r = k;
+    static_assert(u + static_cast<int>(sizeof(ChannelSums)) <= parts + part_bytes && 3 * operand_bytes <= part_bytes);
+
+    // apart: keys and operands do not wait until products over value channels are done.
+    __host__ __device__ static constexpr int keys(bool apart) { return apart ? parts + part_bytes : parts; }
+    static constexpr int bytes(bool apart) { return parts + part_bytes + (apart ? 3 * operand_bytes : 0); }
+    static_assert(bytes(false) <= least_shared_bytes && bytes(true) <= 163 << 10);
+};
+
+template <class T, bool in_parts = false>
 struct ChannelTiles {
     static constexpr int C = chunk_rows, D = channels, threads = channel_threads;
-    using Layout = ChannelMemory<T>;
+    using Layout = ChannelMemory<T, in_parts>;
     using Rows = Tile<T, D>;
     using ValueRows = KeyTile<T, D>;
     using Square = Tile<T, C>;
@@ -80,6 +99,13 @@ struct ChannelTiles {
     __device__ Rows tile(int at) const { return {base + at}; }
     __device__ ValueRows value_tile(int at) const { return {base + at}; }  // dO, dR, U
     __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    // Of a part: dO, dR or U; S or dS'.
+    __device__ KeyTile<T, 64> part_rows(int which) const {
+        return {base + Layout::parts + which * Layout::part_rows_bytes};
+    }
+    __device__ Rows part_state(int which) const {
+        return {base + Layout::parts + Layout::states + which * Layout::part_state_bytes};
+    }
     __device__ Index row_of(const View& v, int i, int head) const { return s.row(v, c * C + i, head); }
 
     // --- what a lane has: channels channel(0) and channel(1), tokens first_token(block) + 8·n + e
@@ -118,9 +144,16 @@ struct ChannelTiles {
     __device__ static void pack(const BlockTokens& x, std::uint32_t (&out)[4]) {
         unrolled<4>([&](int i) { out[i] = ptx::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], T()); });
     }
+    // Where operands lie, and given gates at other times.
+    __device__ int operands() const {
+        if constexpr (in_parts)
+            return keys_at;
+        else
+            return Layout::operands;
+    }
     // Left operands of a block that the warp of the other blocks reads, too, in the lane that reads them.
     __device__ uint4& operand(int which, int block) const {
-        return reinterpret_cast<uint4*>(memory + Layout::operands +
+        return reinterpret_cast<uint4*>(memory + operands() +
                                         which * Layout::operand_bytes)[(block * channel_slices + slice) * 32 + lane];
     }
     __device__ void load_operand(int which, int block, std::uint32_t (&out)[4]) const {
@@ -164,20 +197,23 @@ struct ChannelTiles {
     __device__ static void copy(const BlockTokens& from, BlockTokens& to) {
         unrolled<2, 4>([&](int n, int i) { to[n][i] = from[n][i]; });
     }
-    // A thread's own memory, where the states lay.
-    __device__ float4& aside(int which, int n) const {
-        return reinterpret_cast<float4*>(memory + Layout::state)[(2 * which + n) * threads + thread];
+    // A thread's own memory, where the states lay; in parts, registers that the compiler puts aside.
+    __device__ float4& aside(int which, int n) {
+        if constexpr (in_parts)
+            return own_aside[2 * which + n];
+        else
+            return reinterpret_cast<float4*>(memory + Layout::state)[(2 * which + n) * threads + thread];
     }
-    __device__ void put_aside(int which, const BlockTokens& x) const {
+    __device__ void put_aside(int which, const BlockTokens& x) {
         unrolled<2>([&](int n) { aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]}; });
     }
-    __device__ void take_aside(int which, BlockTokens& x) const {
+    __device__ void take_aside(int which, BlockTokens& x) {
         unrolled<2>([&](int n) {
             const float4 other = aside(which, n);
             x[n][0] = other.x, x[n][1] = other.y, x[n][2] = other.z, x[n][3] = other.w;
         });
     }
-    __device__ void exchange_aside(int which, BlockTokens& x) const {
+    __device__ void exchange_aside(int which, BlockTokens& x) {
         unrolled<2>([&](int n) {
             const float4 other = aside(which, n);
             aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]};
@@ -193,7 +229,7 @@ struct ChannelTiles {
     static constexpr int gate_pitch = D + 16 / static_cast<int>(sizeof(G));
     template <class G>
     __device__ G* gates(const G*) const {
-        return reinterpret_cast<G*>(memory + Layout::operands);
+        return reinterpret_cast<G*>(memory + operands());
     }
     __device__ void copy_gates(int rows) const {
         const View& v = call.g;
@@ -236,6 +272,15 @@ struct ChannelTiles {
         if (!call.g) return;
         with_type(call.g, [&](const auto* data) {
             using G = std::remove_cvref_t<decltype(*data)>;
+            if constexpr (in_parts) {
+                const Index from = row_of(call.g, first_token(block), hv) + channel(0) * call.g.stride[3];
+                unrolled<2, 2, 2>([&](int half, int n, int e) {
+                    if (first_token(block) + 8 * n + e < rows && channel(half) < call.key_size)
+                        out[n][2 * half + e] =
+                            to_float(data[from + (8 * n + e) * call.g.stride[1] + 8 * half * call.g.stride[3]]);
+                });
+                return;
+            }
             const G* from = gates(data) + first_token(block) * gate_pitch<G> + channel(0);
             unrolled<2, 2, 2>([&](int half, int n, int e) {
                 out[n][2 * half + e] = to_float(from[(8 * n + e) * gate_pitch<G> + 8 * half]);
@@ -314,6 +359,8 @@ struct ChannelTiles {
     const Index slot = s.first_slot + c;
     char* memory = ptx::shared_memory();
     std::uint32_t base = ptx::shared_address(memory);
+    int keys_at = 0;  // in parts: where keys lie first, and then operands
+    float4 own_aside[in_parts ? 8 : 1];
     ChannelNumbers& small = *reinterpret_cast<ChannelNumbers*>(memory + Layout::small);
     ChannelSums& sums = *reinterpret_cast<ChannelSums*>(memory + Layout::u);
 };

@@ -71,6 +71,7 @@ inline void load_matrices_transposed(std::uint32_t (&out)[4], std::uint32_t addr
     load(out, address, true);
 }
 inline void store(std::uint32_t address, const std::uint32_t (&x)[4], bool transposed) {
+    host::check_hopper();
     std::uint32_t words[4] = {x[0], x[1], x[2], x[3]};
     with_matrices({address, words}, transposed,
                   [](const std::byte* word, std::byte* there, std::size_t bytes) { std::memcpy(there, word, bytes); });
@@ -226,6 +227,7 @@ SOFTDELTA_UNSEEN void read_eight(float (&out)[8], const std::byte* from, T type)
 template <int n, class T, class Read>
 void multiply_warpgroup(float (&d)[n][4], const std::uint32_t (&a)[4], std::uint64_t operand, bool add, T type,
                         const Read& read) {
+    host::check_hopper();
     if (!add)
         for (auto& tile : d)
             for (float& x : tile) x = 0;
