@@ -207,6 +207,12 @@ bool takes_warpgroup_gradients(const AttentionCall& call, const core::AttentionI
            has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
+bool takes_warp_gradients(const AttentionCall& call, const core::AttentionInputs& in,
+                          const core::AttentionGradients& grad) {
+    return takes_warps(call, in.q.device) && call.keys <= most_warpgroup_rows && call.softcap == 0 && !grad.dbias &&
+           has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
+}
+
 // Where nothing shares an element of dbias, kernels of split operands store ds.
 bool takes_split_bias(const core::AttentionInputs& in, const core::Tensor& dbias) {
     return dbias && is_whole(in) && dbias.shape[0] == in.q.shape[0] && dbias.shape[1] == in.q.shape[2] &&
@@ -320,7 +326,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
     wanted.rows = memory.rows;
-    const bool warpgroups = takes_warpgroup_gradients(call, in, grad), split = static_cast<bool>(memory.split.q);
+    const bool warpgroups = takes_warpgroup_gradients(call, in, grad), warps = takes_warp_gradients(call, in, grad),
+               split = static_cast<bool>(memory.split.q);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
@@ -336,13 +343,14 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const DType of_do = saved.d_o.dtype;
     saved.in_units = (of_do == DType::bf16 || of_do == DType::f16) && has_units(saved.o, call.value_channels, of_do) &&
                      has_units(saved.d_o, call.value_channels, of_do);
-    const auto add_up = [&](bool on_warpgroups, const Redo& redo) {
+    const auto add_up = [&](bool in_tiles, const Redo& redo) {
         sums.redo = redo;
         // Far rows where nothing is added to scores are seldom: kernels of planes take them without another launch.
         const bool left = sums.far_lse && !call.mask && !call.bias && !call.alibi_slopes;
         for_each([&](const AttentionSequences& s) {
-            if (on_warpgroups && split && !left) launch_split_forward(call, s, memory.split, sums, stream);
-            if (on_warpgroups && !split && !left) launch_warpgroup_forward(call, s, sums, stream);
+            if (in_tiles && split && !left) launch_split_forward(call, s, memory.split, sums, stream);
+            if (in_tiles && warpgroups && !left) launch_warpgroup_forward(call, s, sums, stream);
+            if (in_tiles && warps && !left) launch_warp_forward(call, s, sums, stream);
             launch_attention_forward(call, s, planes, sums, stream);
         });
     };
@@ -351,13 +359,13 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         const bool few = pass == RowPass::again;
         launch(row_term_kernel,
                {dim3(few ? few_blocks(all, call.heads) : static_cast<unsigned>(all), static_cast<unsigned>(call.heads)),
-                32 * term_warps, 0, few},
+                32 * term_warps, 0, few && !warps},
                stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries,
                memory.far_heads);
     };
     if (split) for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
-    if (warpgroups || split) {
-        memory.queries.early = memory.keys.early = true;
+    if (warpgroups || warps || split) {
+        memory.queries.early = memory.keys.early = !warps;
         saved.summed = memory.o != nullptr || !saved.lse;
         if (saved.summed) add_up(true, memory.queries);
         const int* const end = memory.far_heads + core::sequence_count(in) * (call.heads / call.group);
@@ -435,6 +443,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
+    if (warps) for_each([&](const AttentionSequences& s) { launch_warp_gradients(call, s, wanted, stream); });
     const bool split_bias = split && takes_split_bias(in, grad.dbias);
     if (split) {
         Gradients of = wanted;

@@ -223,6 +223,13 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream);
 
+// The same on cards without them, of less: bf16 and f16, D to 128, nothing added to scores but a bias of that type.
+bool takes_warps(const AttentionCall& call, core::Device device);
+void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                         cudaStream_t stream);
+void launch_warp_gradients(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                           cudaStream_t stream);
+
 // On warpgroups: dk and dv, dbias where queries alone share it or nothing does, and ds; dq from that ds, or computed
 // anew.
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,

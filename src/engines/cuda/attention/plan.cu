@@ -5,19 +5,33 @@
 #include "engines/cuda/attention/passes.h"
 #include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/attention/warpgroup/added.h"
-#include "engines/cuda/device/level.h"
+#include "engines/cuda/device/card.h"
 #include "engines/cuda/device/workspace.h"
 
 namespace softdelta::cuda {
 
-bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels) {
+namespace {
+
+// Types, rows and sizes that tiles of 16 bits take.
+bool takes_tiles(const AttentionCall& call, int most_channels) {
     constexpr Index longest = Index(1) << 30;
     const DType type = call.q.dtype;
     return (type == DType::bf16 || type == DType::f16) &&
            std::max(call.channels, call.value_channels) <= most_channels && has_units(call.q, call.channels, type) &&
            has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
            call.queries <= most_warpgroup_rows && call.keys < longest && call.top_w < 0 &&
-           (!call.bias || warpgroup::has_bias_units(call.bias, type)) && level_of(device) == Level::sm_90a;
+           (!call.bias || warpgroup::has_bias_units(call.bias, type));
+}
+
+}  // namespace
+
+bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels) {
+    return takes_tiles(call, most_channels) && level_of(device) == Level::sm_90a;
+}
+bool takes_warps(const AttentionCall& call, core::Device device) {
+    constexpr int most_channels = 128;
+    return takes_tiles(call, most_channels) && level_of(device) == Level::sm_80 && call.scale > 0 && !call.mask &&
+           !call.alibi_slopes && !call.bias_slopes && !(call.bias && call.softcap != 0);
 }
 
 // Each element is of one head of one sequence, and of one key. Slopes would have to come between ds and dbias, and a
@@ -109,7 +123,7 @@ int planes_of(const core::AttentionInputs& in) {
 
 namespace {
 
-enum class Way { other, warpgroups, split, decode };
+enum class Way { other, warpgroups, warps, split, decode };
 
 // How a forward call runs, and its memory.
 struct ForwardPlan {
@@ -128,6 +142,7 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
     p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
     p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
             : takes_warpgroups(call, in.q.device, warpgroup_forward_channels) ? Way::warpgroups
+            : takes_warps(call, in.q.device)                                  ? Way::warps
             : takes_split(in, call, {})                                       ? Way::split
                                                                               : Way::other;
     p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
@@ -164,6 +179,7 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
         if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
         if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
         if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
+        if (plan.way == Way::warps) launch_warp_forward(call, sequences, plan.out, stream);
         if (plan.way == Way::split) {
             launch_split(call, sequences, plan.split, {}, stream);
             launch_split_forward(call, sequences, plan.split, plan.out, stream);

@@ -50,24 +50,31 @@ inline constexpr float weight_exponent = type_of<T> == DType::f16 ? 10 : 0;
 template <class T>
 inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
 
-// Rows [first, first + rows), zeros where there are none, in the background, by a warpgroup.
-template <class T, int columns, int rows>
-__device__ inline void copy_rows(const Tile<T, columns, rows>& tile, const Rows& from, Index first, int thread) {
+// Rows [row, row + count) of a tile: those from `first` on, zeros where there are none, in the background, by a
+// warpgroup.
+template <int count, class T, int columns, int rows>
+__device__ inline void copy_some_rows(const Tile<T, columns, rows>& tile, int row, const Rows& from, Index first,
+                                      int thread) {
     constexpr int units = columns / 8, width = units > 16 ? 16 : units, step = warpgroup_threads / width;
     const int begin = thread / width;
 #pragma unroll
     for (int first_unit = 0; first_unit < units; first_unit += width) {
         const int u = first_unit + thread % width;
-        const int left = from.left(first, u, rows) - begin;
-        std::uint32_t to = tile.unit(begin, u);
+        const int left = from.left(first, u, count) - begin;
+        std::uint32_t to = tile.unit(row + begin, u);
         if (from.is_paged()) {
 #pragma unroll 1
-            for (int r = 0; r < rows; r += step, to += step * 128)
+            for (int r = 0; r < count; r += step, to += step * 128)
                 ptx::copy_async(to, r < left ? from.unit(first + begin + r, u) : from.data(), r < left);
         } else {
-            copy_unit_of_rows<rows, step>(to, from.unit(first + begin, u), step * from.row_stride(), left, from.data());
+            copy_unit_of_rows<count, step>(to, from.unit(first + begin, u), step * from.row_stride(), left,
+                                           from.data());
         }
     }
+}
+template <class T, int columns, int rows>
+__device__ inline void copy_rows(const Tile<T, columns, rows>& tile, const Rows& from, Index first, int thread) {
+    copy_some_rows<rows>(tile, 0, from, first, thread);
 }
 
 // A warp's sums [16, columns] to rows of memory, through rows [row, row + 16) of a tile that nobody else uses now.

@@ -1,0 +1,89 @@
+// A block of eight warps with 128 rows of a head, 16 for each, on cards without warpgroups. It walks over tiles of
+// other rows, which are copied in the background while the tiles before them are multiplied.
+#pragma once
+
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/warpgroup/block.h"
+#include "engines/cuda/attention/warpgroup/mask.h"
+#include "engines/cuda/attention/warpgroup/scores.h"
+
+namespace softdelta::cuda::warp {
+
+using namespace warpgroup;
+
+inline constexpr int M = warpgroup_rows, threads = 256;
+
+// Of the thread, known to be the warp's.
+__device__ inline int own_warp() {
+    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+}
+// Whether x is true for a thread of the block.
+__device__ inline bool any(bool x) {
+    return ptx::any(1, threads, x);
+}
+
+// Rows [first, first + rows) of a tile by the block: half of them by either half of it.
+template <class T, int columns, int rows>
+__device__ inline void bring(const Tile<T, columns, rows>& tile, const Rows& from, Index first) {
+    constexpr int each = rows / 2;
+    const int row = static_cast<int>(threadIdx.x) / warpgroup_threads * each;
+    copy_some_rows<each>(tile, row, from, first + row, static_cast<int>(threadIdx.x) % warpgroup_threads);
+}
+
+// x [16, n] = rows [row, row + 16) of left times rows of right, transposed.
+template <class T, int columns, int left_rows, int n>
+__device__ inline void multiply_transposed(Acc<64, n>& x, const Tile<T, columns, left_rows>& left, int row,
+                                           const Tile<T, columns, n>& right, int lane) {
+    clear(x.x);
+#pragma unroll
+    for (int depth = 0; depth < columns / 16; ++depth) {
+        std::uint32_t a[4];
+        left.load_left(a, row, depth, lane);
+        unrolled<n / 16>([&](int i) {
+            std::uint32_t b[4];
+            right.load_right(b, 16 * i, depth, lane);
+            ptx::multiply(x.x[2 * i], a, b[0], b[1], T());
+            ptx::multiply(x.x[2 * i + 1], a, b[2], b[3], T());
+        });
+    }
+}
+// x += left · right
+template <class T, int n, int columns>
+__device__ inline void add(Acc<64, columns>& x, const Left<T, n>& left, const Tile<T, columns, n>& right, int lane) {
+    unrolled<n / 16>([&](int depth) { add_product<T>(x.x, left.x[depth], right, depth, 0, lane); });
+}
+
+// The lane's part of a bias of a tile of 16 rows and N columns, straight from memory: it is on its way while keys are
+// multiplied. Rows are queries and columns keys, or with by_key the other way round. none: there is no bias.
+template <class T, int N, bool by_key, bool none>
+class BiasPairs {
+  public:
+    __device__ void fetch(const AttentionCall& call, const AttentionSequence& s, int head, int row, int column,
+                          int lane) {
+        if constexpr (none) return;
+        const auto* const from = static_cast<const std::uint16_t*>(call.bias.data) +
+                                 s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1];
+        const auto one = [&](int i, int j) -> std::uint32_t {  // of row i and column j
+            const Index query = by_key ? j : i, key = by_key ? i : j;
+            return query < s.q_count && key < s.k_count ? from[query * call.bias.stride[2] + key] : 0;
+        };
+        unrolled<N / 8, 2>([&](int n, int half) {
+            const int i = row + lane / 4 + 8 * half, j = column + 8 * n + own_column(lane);
+            if (!by_key && j + 1 < s.k_count)
+                two_[n][half] = ptx::load_word(from + i * call.bias.stride[2] + j, i < s.q_count);
+            else
+                two_[n][half] = one(i, j) | one(i, j + 1) << 16;
+        });
+    }
+    __device__ float2 at(int half, int column) const {
+        if constexpr (none)
+            return {0, 0};
+        else
+            return ptx::unpack(two_[column / 8][half], T());
+    }
+
+  private:
+    std::uint32_t two_[none ? 1 : N / 8][2];
+};
+
+}  // namespace softdelta::cuda::warp

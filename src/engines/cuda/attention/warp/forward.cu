@@ -1,0 +1,154 @@
+// The forward kernel on cards without warpgroups.
+//
+//     S = q kᵀ → scores     P = 2^(c·(S − top))     o = factor·o + P v     (warpgroup/softmax.h)
+//
+// Keys of the next tile come while weights multiply values, values while keys are multiplied.
+#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/row_end.h"
+#include "engines/cuda/attention/warp/block.h"
+#include "engines/cuda/attention/warpgroup/softmax.h"
+#include "engines/cuda/device/card.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace warp;
+
+constexpr int N = 64;
+
+template <class T, int columns>
+struct ForwardTiles {
+    using Query = Tile<T, columns, M>;
+    using Key = Tile<T, columns, N>;
+    static constexpr int keys_at = Query::bytes(), values_at = keys_at + Key::bytes(),
+                         sequence_at = values_at + Key::bytes(),
+                         bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+    static_assert(bytes <= least_shared_bytes);
+
+    std::uint32_t base;
+
+    __device__ Query q() const { return {base}; }
+    __device__ Key k() const { return {base + keys_at}; }
+    __device__ Key v() const { return {base + values_at}; }
+};
+
+template <class T, int columns, bool biased>
+struct WarpForward {
+    const ForwardTiles<T, columns> m;
+    const AttentionCall& call;
+    const ForwardOutputs& out;
+    const AttentionSequence& s;
+    int head, first, row, lane;
+    Acc<64, columns> o{};
+    Softmax<T> softmax{};
+
+    // Whether a number is not finite.
+    __device__ bool run() {
+        const int key_head = head / call.group;
+        const Span keys = keys_of_block<N>(call, s, first);
+        Mask mask{};
+        if (keys.begin < keys.end) {
+            const Rows k = Rows::of_keys(call.k, call, s, key_head, call.channels);
+            const Rows v = Rows::of_keys(call.v, call, s, key_head, call.value_channels);
+            mask = Mask::of_queries(call, s, first + row / 64 * 64, row % 64 + lane / 4);
+            const auto wait_for_all = [] {
+                ptx::wait_for_copies();
+                __syncthreads();
+            };
+            bring(m.q(), Rows::of_queries(call.q, s, head, call.channels), first);
+            bring(m.k(), k, keys.begin);
+            for (int at = keys.begin; at < keys.end; at += N) {
+                BiasPairs<T, N, false, !biased> bias;
+                bias.fetch(call, s, head, first + row, at, lane);
+                wait_for_all();
+                if (out.o) bring(m.v(), v, at);
+                Acc<64, N> x;
+                float factor[2];
+                multiply_transposed(x, m.q(), row, m.k(), lane);
+                if constexpr (biased) {
+                    x.each_pair([&](float& e, float& next, int half, int column) {
+                        const float2 two = bias.at(half, column);
+                        e = fmaf(e, call.scale, two.x);
+                        next = fmaf(next, call.scale, two.y);
+                    });
+                } else if (call.softcap != 0) {
+                    float slope;
+                    x.each([&](float& e, int, int) { e = capped(e * call.scale, call.softcap, slope); });
+                }
+                if (mask.hides<N>(at)) mask.hide(x, at, lane);
+                softmax.template take<biased>(x, exponent_scale(call, biased), factor);
+                Left<T, N> p;
+                x.pack(p);
+                wait_for_all();
+                if (at + N < keys.end) bring(m.k(), k, at + N);
+                if (!out.o) continue;
+                if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) o.scale_rows(factor);
+                warp::add(o, p, m.v(), lane);
+            }
+        }
+        return store(mask);
+    }
+
+    // As warpgroup/forward.cu has it.
+    __device__ bool store(const Mask& mask) {
+        bool nonfinite = false;
+        float scale[2];
+        for_rows([&](int half) {
+            const float sum = softmax.row_sum(half);
+            const bool seen = softmax.top[half] != -INFINITY;
+            const RowEnd end = end_of_row(call, head, softmax.top[half] * scale_left(call, biased), sum, seen);
+            scale[half] = weight_unit<T> * end.scale;
+            const int i = first + row + lane / 4 + 8 * half;
+            if (i >= s.q_count) return;
+            nonfinite = nonfinite || !isfinite(sum) || (seen && sum < 0.5F) ||
+                        (!seen && !biased && mask.seen[half].begin < mask.seen[half].end) || !o.row_is_finite(half);
+            if (lane % 4 == 0) store_row_end(call, out, s, head, i, end);
+        });
+        const View& to = out.o;
+        if (const int begin = first + row; to && begin < s.q_count)
+            store_rows(m.q(), row, o, to,
+                       s.batch * to.stride[0] + (s.q_begin + begin) * to.stride[1] + head * to.stride[2],
+                       s.q_count - begin, call.value_channels, lane,
+                       [&scale](int half, float x) { return scale[half] == 0 ? 0.0F : x * scale[half]; });
+        return nonfinite;
+    }
+};
+
+template <class T, int columns, bool biased>
+__global__ void __launch_bounds__(threads, columns <= 64 ? 2 : 1)
+    warp_forward_kernel(const __grid_constant__ AttentionCall call,
+                        const __grid_constant__ AttentionSequences sequences,
+                        const __grid_constant__ ForwardOutputs out) {
+    const int head = static_cast<int>(blockIdx.x);
+    const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
+    if (!at) return out.redo.clear(at, call.heads, head);
+    if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
+    const AttentionSequence& s = share_sequence(sequences, at.i, ForwardTiles<T, columns>::sequence_at);
+    WarpForward<T, columns, biased> of{{ptx::shared_address(ptx::shared_memory())},
+                                       call,
+                                       out,
+                                       s,
+                                       head,
+                                       static_cast<int>(at.first),
+                                       16 * warp::own_warp(),
+                                       static_cast<int>(threadIdx.x) % 32};
+    const bool nonfinite = any(of.run());
+    if (threadIdx.x == 0) *out.redo.at(at, call.heads, head) = nonfinite ? 1 : 0;
+}
+
+}  // namespace
+
+void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
+                         cudaStream_t stream) {
+    with_tiles<128>(call, [&]<class T, int columns>() {
+        auto* const kernel = call.bias ? warp_forward_kernel<T, columns, true> : warp_forward_kernel<T, columns, false>;
+        launch(kernel,
+               {tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), threads,
+                ForwardTiles<T, columns>::bytes},
+               stream, "attention forward by warps", call, sequences, out);
+    });
+}
+
+}  // namespace softdelta::cuda

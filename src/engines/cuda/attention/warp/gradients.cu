@@ -1,0 +1,230 @@
+// dq, dk and dv on cards without warpgroups. A block has 128 own rows, and walks over those that concern them:
+//
+//     by query   own rows are queries, the others keys     S = q kᵀ    dP = do vᵀ     dq += scale·ds k
+//     by key     own rows are keys, the others queries     Sᵀ = k qᵀ   dPᵀ = v doᵀ    dv += Pᵀ do   dk += scale·dsᵀ q
+//
+//     P = 2^(c·S − lse)     ds = P∘(dP − D)
+//
+// Blocks with far rows are left to the kernels of planes.
+#include "engines/cuda/attention/warp/block.h"
+#include "engines/cuda/attention/warpgroup/gradients.h"
+#include "engines/cuda/device/card.h"
+#include "engines/cuda/device/grid.h"
+
+namespace softdelta::cuda {
+
+namespace {
+
+using namespace warp;
+
+constexpr int N = 32;
+
+// A block's shared memory: its own rows; two tiles of the others, with the terms of rows that are queries; the
+// sequence.
+template <class T, int columns>
+struct GradientTiles {
+    using Own = Tile<T, columns, M>;
+    using Other = Tile<T, columns, N>;
+    static constexpr int stages_at = 2 * Own::bytes(), stage_bytes = 2 * Other::bytes(),
+                         terms_at = stages_at + 2 * stage_bytes, terms_bytes = 2 * N * static_cast<int>(sizeof(float)),
+                         sequence_at = terms_at + 2 * terms_bytes,
+                         bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
+    static_assert(bytes <= least_shared_bytes);
+
+    std::uint32_t base;
+
+    __device__ Own own(int which) const { return {base + static_cast<std::uint32_t>(which * Own::bytes())}; }
+    __device__ Other other(int tile, int which) const {
+        return {base + static_cast<std::uint32_t>(stages_at + tile % 2 * stage_bytes + which * Other::bytes())};
+    }
+    __device__ float* terms(int tile) const {  // lse, D
+        return reinterpret_cast<float*>(
+            shared_at(base + static_cast<std::uint32_t>(terms_at + tile % 2 * terms_bytes)));
+    }
+};
+
+// take(tile) for so many, each brought by bring_tile(tile) while the one before it is taken.
+template <class Bring, class Take>
+__device__ inline void walk(int tiles, const Bring& bring_tile, const Take& take) {
+    if (tiles > 0) bring_tile(0);
+    ptx::commit_copies();
+    for (int tile = 0; tile < tiles; ++tile) {
+        if (tile + 1 < tiles) bring_tile(tile + 1);
+        ptx::commit_copies();
+        ptx::wait_for_copies_but<1>();
+        __syncthreads();
+        take(tile);
+        __syncthreads();
+    }
+    ptx::wait_for_copies();
+}
+
+template <class T, int columns, bool biased>
+struct Block {
+    const GradientTiles<T, columns> m;
+    const AttentionCall& call;
+    const Gradients& grad;
+    const AttentionSequence& s;
+    int head, first, row, lane;  // head: by key, of keys
+
+    // Of the warp's rows, from a row and its place in `to`; whether one is not finite.
+    template <class Used>
+    __device__ bool store(Acc<64, columns>& sum, int which, const View& to, Index batch, Index begin, Index rows,
+                          int channels, float factor, const Used& used) const {
+        bool finite = true;
+        for_rows([&](int half) { finite = finite && (!used(half) || sum.row_is_finite(half)); });
+        if (const Index at = first + row; to && at < rows)
+            store_rows(m.own(which), row, sum, to,
+                       batch * to.stride[0] + (begin + at) * to.stride[1] + head * to.stride[2], rows - at, channels,
+                       lane, [&](int half, float x) { return used(half) ? factor * x : 0.0F; });
+        return !finite;
+    }
+
+    __device__ bool by_query() {
+        const int key_head = head / call.group;
+        const Rows k = Rows::of_keys(call.k, call, s, key_head, call.channels);
+        const Rows v = Rows::of_keys(call.v, call, s, key_head, call.value_channels);
+        const Span keys = keys_of_block<N>(call, s, first);
+        const float c = exponent_scale(call, false);
+        RowTerm term[2];
+        for_rows([&](int half) {
+            term[half] = term_of<T>(call, grad.rows, s, head, first + row + lane / 4 + 8 * half, true);
+        });
+        if (any(term[0].top != 0 || term[1].top != 0)) return true;
+        const Mask mask = Mask::of_queries(call, s, first + row / 64 * 64, row % 64 + lane / 4);
+        Acc<64, columns> dq{};
+        const auto bring_tile = [&](int tile) {
+            if (tile == 0) {
+                bring(m.own(0), Rows::of_queries(call.q, s, head, call.channels), first);
+                bring(m.own(1), Rows::of_queries(grad.d_o, s, head, call.value_channels), first);
+            }
+            bring(m.other(tile, 0), k, keys.begin + tile * N);
+            bring(m.other(tile, 1), v, keys.begin + tile * N);
+        };
+        walk((keys.end - keys.begin + N - 1) / N, bring_tile, [&](int tile) {
+            const int at = keys.begin + tile * N;
+            BiasPairs<T, N, false, !biased> bias;
+            bias.fetch(call, s, head, first + row, at, lane);
+            Acc<64, N> p, ds;
+            multiply_transposed(p, m.own(0), row, m.other(tile, 0), lane);
+            multiply_transposed(ds, m.own(1), row, m.other(tile, 1), lane);  // dP
+            p.each_pair([&](float& e, float& next, int half, int column) {
+                const float2 two = bias.at(half, column);
+                e = fmaf(e, c, fmaf(two.x, log2_e, -term[half].lse));
+                next = fmaf(next, c, fmaf(two.y, log2_e, -term[half].lse));
+            });
+            if (mask.hides<N>(at)) mask.hide(p, at, lane);
+            p.each([](float& e, int, int) { e = ptx::exp2(e); });
+            to_ds<T>(ds, p, false, [&](int half, int) { return float2{term[half].D, term[half].D}; });
+            Left<T, N> weights;
+            ds.pack(weights);
+            warp::add(dq, weights, m.other(tile, 0), lane);
+        });
+        return store(dq, 0, grad.dq, s.batch, s.q_begin, s.q_count, call.channels, gradient_scale<T>(call),
+                     [&](int half) { return first + row + lane / 4 + 8 * half < s.q_count; });
+    }
+
+    // of_cache: rows that there are, though no sequence may use them.
+    __device__ bool by_key(Index of_cache) {
+        const Span queries = first >= s.k_count
+                                 ? Span()
+                                 : Span(seeing_queries(call, s, first).begin / N * N,
+                                        seeing_queries(call, s, min(Index(first + M), s.k_count) - 1).end);
+        const int of_head = max(queries.end - queries.begin + N - 1, 0) / N;  // tiles
+        const float c = exponent_scale(call, false);
+        const Mask mask = Mask::of_keys(call, s, first + row / 64 * 64, row % 64 + lane / 4);
+        Acc<64, columns> dk{}, dv{};
+        const auto bring_tile = [&](int tile) {
+            const int query_head = head * call.group + tile / of_head, at = queries.begin + tile % of_head * N;
+            if (tile == 0) {
+                bring(m.own(0), Rows::of_keys(call.k, call, s, head, call.channels), first);
+                bring(m.own(1), Rows::of_keys(call.v, call, s, head, call.value_channels), first);
+            }
+            bring(m.other(tile, 0), Rows::of_queries(call.q, s, query_head, call.channels), at);
+            bring(m.other(tile, 1), Rows::of_queries(grad.d_o, s, query_head, call.value_channels), at);
+            if (const int i = static_cast<int>(threadIdx.x); i < N) {
+                const RowTerm term = term_of<T>(call, grad.rows, s, query_head, at + i, false);
+                m.terms(tile)[i] = term.lse, m.terms(tile)[N + i] = term.D;
+            }
+        };
+        walk(of_head * call.group, bring_tile, [&](int tile) {
+            const int query_head = head * call.group + tile / of_head, at = queries.begin + tile % of_head * N;
+            BiasPairs<T, N, true, !biased> bias;
+            bias.fetch(call, s, query_head, first + row, at, lane);
+            const float* const terms = m.terms(tile) + own_column(lane);
+            const auto two = [terms](int i) { return *reinterpret_cast<const float2*>(terms + i); };
+            Acc<64, N> p, ds;
+            multiply_transposed(p, m.own(0), row, m.other(tile, 0), lane);
+            multiply_transposed(ds, m.own(1), row, m.other(tile, 1), lane);  // dP
+            p.each_pair([&](float& e, float& next, int half, int column) {
+                const float2 lse = two(column), of = bias.at(half, column);
+                e = ptx::exp2(fmaf(e, c, fmaf(of.x, log2_e, -lse.x)));
+                next = ptx::exp2(fmaf(next, c, fmaf(of.y, log2_e, -lse.y)));
+            });
+            if (mask.hides<N>(at)) mask.hide(p, at, lane, 0);
+            Left<T, N> weights;
+            p.pack(weights);
+            warp::add(dv, weights, m.other(tile, 1), lane);
+            to_ds<T>(ds, p, false, [&](int, int column) { return two(N + column); });
+            ds.pack(weights);
+            warp::add(dk, weights, m.other(tile, 0), lane);
+        });
+        const auto used = [&](int half) { return first + row + lane / 4 + 8 * half < s.k_count; };
+        const bool of_dk =
+            store(dk, 0, grad.dk, s.key_batch, s.k_begin, of_cache, call.channels, gradient_scale<T>(call), used);
+        return store(dv, 1, grad.dv, s.key_batch, s.k_begin, of_cache, call.value_channels, weight_unit<T>, used) ||
+               of_dk;
+    }
+};
+
+template <class T, int columns, bool biased, bool by_key>
+__global__ void __launch_bounds__(threads, columns <= 64 ? 2 : 1)
+    warp_gradient_kernel(const __grid_constant__ AttentionCall call,
+                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    using Tiles = GradientTiles<T, columns>;
+    const int head = static_cast<int>(blockIdx.x), heads = by_key ? call.heads / call.group : call.heads;
+    const Redo& redo = by_key ? grad.redo_keys : grad.redo_queries;
+    const RowTile at = sequences.tile_of_block(by_key ? sequences.of_keys : sequences.of_queries, !by_key);
+    if (!at) return redo.clear(at, heads, head);
+    bool left = by_key && redo.any[(sequences.first + at.i) * heads + head] != 0;  // a row of its queries is far
+    if (!left) {
+        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
+        Block<T, columns, biased> block{{ptx::shared_address(ptx::shared_memory())},
+                                        call,
+                                        grad,
+                                        s,
+                                        head,
+                                        static_cast<int>(at.first),
+                                        16 * warp::own_warp(),
+                                        static_cast<int>(threadIdx.x) % 32};
+        if constexpr (by_key)
+            left = any(block.by_key(sequences.of_keys ? s.k_count : call.keys));
+        else
+            left = any(block.by_query());
+    }
+    if (threadIdx.x == 0) *redo.at(at, heads, head) = left ? 1 : 0;
+}
+
+template <bool by_key>
+void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                cudaStream_t stream) {
+    const dim3 blocks = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
+                               : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    with_tiles<128>(call, [&]<class T, int columns>() {
+        auto* const kernel = call.bias ? warp_gradient_kernel<T, columns, true, by_key>
+                                       : warp_gradient_kernel<T, columns, false, by_key>;
+        launch(kernel, {blocks, threads, GradientTiles<T, columns>::bytes}, stream,
+               by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", call,
+               sequences, grad);
+    });
+}
+
+}  // namespace
+
+void launch_warp_gradients(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                           cudaStream_t stream) {
+    if (grad.dk || grad.dv) launch_for<true>(call, sequences, grad, stream);
+    if (grad.dq) launch_for<false>(call, sequences, grad, stream);
+}
+
+}  // namespace softdelta::cuda
