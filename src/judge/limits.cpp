@@ -34,11 +34,10 @@ double BaselineError::independent(double n) const {
     return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
-void add_run(Case& c, int threads, bool shortcuts) {
+void add_run(Case& c, int threads, Baseline kind) {
     const auto add = [&](Yardstick& by) {
         const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
-        if (shortcuts && !by.shortcuts) by.shortcuts.emplace();
-        BaselineErrors& sums = shortcuts ? *by.shortcuts : by.errors;
+        BaselineErrors& sums = by.errors[kind];
         sums.blocks.resize(errors.squared_error.size());
         sums.whole.add_run(std::accumulate(errors.squared_error.begin(), errors.squared_error.end(), 0.0));
         for (std::size_t i = 0; i < sums.blocks.size(); ++i) sums.blocks[i].add_run(errors.squared_error[i]);
@@ -53,7 +52,7 @@ Case make_case(const std::string& name, const Tensor& result, const std::vector<
             result,
             std::move(blocks),
             std::move(lost),
-            {io::OwnedTensor(DType::f64, shape), {}, {}, {}},
+            {io::OwnedTensor(DType::f64, shape), {}, {}},
             {},
             io::OwnedTensor(result.dtype(), shape)};
 }
@@ -71,12 +70,13 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             execution.engine = "stages_f32";
             execution.threads = how.threads;
             execution.rounding.seed = static_cast<std::uint64_t>(run);
-            execution.rounding.shortcuts = how.shortcuts;
-            if (run == 1 && !forward)
+            execution.rounding.shortcuts = how.kind == Baseline::shortcuts;
+            if (how.kind == Baseline::by_token) execution.stages.chunk_size = 1;
+            if (run == 1 && !forward && how.kind != Baseline::by_token)
                 for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }
-        for (Case& c : cases) add_run(c, how.threads, how.shortcuts);
+        for (Case& c : cases) add_run(c, how.threads, how.kind);
     }
 }
 

@@ -42,12 +42,17 @@ struct BaselineErrors {
     std::vector<BaselineError> blocks;
 };
 
+// How a right kernel computes: with what it needs; with shortcuts that many take; by the recurrence in f32, which rounds
+// the state at every token.
+enum class Baseline { plain, shortcuts, by_token };
+
 // A truth of a result, the rows that it holds for, and the baseline's errors there.
 struct Yardstick {
     io::OwnedTensor truth;  // f64
     RowChoice rows;
-    BaselineErrors errors;
-    std::optional<BaselineErrors> shortcuts;  // of a baseline that takes them
+    std::map<Baseline, BaselineErrors> errors;
+
+    const BaselineErrors& plain() const { return errors.at(Baseline::plain); }
 };
 
 // One result on its way to a verdict.
@@ -67,7 +72,7 @@ Case make_case(const std::string& name, const Tensor& result, const std::vector<
 
 // Runs the baseline. Its first run also tells the terms that dg cancels from.
 struct BaselineRun {
-    bool shortcuts = false;
+    Baseline kind = Baseline::plain;
     int threads = 0;
     std::function<void(const char* step)> progress;
     int first = 1, last = baseline_runs;  // seeds
@@ -76,7 +81,7 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
                       std::vector<Case>& cases);
 
 // Adds the errors of c.baseline, by each yardstick, to those of earlier runs.
-void add_run(Case& c, int threads, bool shortcuts);
+void add_run(Case& c, int threads, Baseline kind);
 
 // RMSE that a right result may have in a block, or as a whole.
 std::vector<double> block_limits(const Case& c, const BaselineErrors& baseline, const BlockErrors& actual);

@@ -68,21 +68,20 @@ int64_t keys_of(const io::Call& call) {
     return call.attention.k.shape(1) * (table ? table.shape(1) : 1);
 }
 
-// Whether any score may be as large.
-bool may_be_large(const io::Call& call) {
+}  // namespace
+
+double largest_score(const io::Call& call) {
     const AttentionInputs& in = call.attention;
     double score = scale_of(call) * most_of(largest_norms(in.q)) * most_of(largest_norms(in.k));
     if (call.attention_options.softcap > 0) score = std::min(score, call.attention_options.softcap);
     const auto farthest = static_cast<double>(in.q.shape(1) + keys_of(call));
     const double bias = in.bias_slopes ? largest(in.bias_slopes) * largest(in.bias) : largest(in.bias);
-    return score + bias + largest(in.alibi_slopes) * farthest >= large / 2;
+    return score + bias + largest(in.alibi_slopes) * farthest;
 }
-
-}  // namespace
 
 LostScores find_lost_scores(const io::Call& call, int threads) {
     LostScores lost;
-    if (!call.is_attention || !may_be_large(call)) return lost;
+    if (!call.is_attention || largest_score(call) < large / 2) return lost;
     const Tensor& q = call.attention.q;
     lost.shape = {q.shape(0), q.shape(2), q.shape(1)};
     const io::OwnedTensor lse(DType::f64, lost.shape);

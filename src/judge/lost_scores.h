@@ -21,6 +21,9 @@ struct LostScores {
     std::vector<char> marks(const std::string& result) const;
 };
 
+// No score is larger.
+double largest_score(const io::Call& call);
+
 LostScores find_lost_scores(const io::Call& call, int threads);
 
 // What holds for such rows however scores were rounded: o lies between the values, dq within a bound.

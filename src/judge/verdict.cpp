@@ -52,17 +52,18 @@ Measured measure(const Case& c, const Yardstick& by, int threads) {
     const BlockErrors actual = measure_errors(c.blocks, by.rows, c.result, by.truth.view(), threads, &m.extremes);
     const double n = sum(actual.elements);
     m.error = root_mean(sum(actual.squared_error), n), m.truth = root_mean(sum(actual.squared_truth), n);
-    m.limit = m.shortcut_limit = whole_limit(c, by.errors, actual);
-    m.limits = m.shortcut_limits = block_limits(c, by.errors, actual);
+    m.limit = m.shortcut_limit = whole_limit(c, by.plain(), actual);
+    m.limits = m.shortcut_limits = block_limits(c, by.plain(), actual);
     m.elements = actual.elements;
     for (std::size_t i = 0; i < m.elements.size(); ++i) {
         m.errors.push_back(root_mean(actual.squared_error[i], m.elements[i]));
         m.truths.push_back(root_mean(actual.squared_truth[i], m.elements[i]));
     }
-    if (!by.shortcuts) return m;
-    m.shortcut_limit = std::max(m.limit, whole_limit(c, *by.shortcuts, actual));
-    const std::vector<double> limits = block_limits(c, *by.shortcuts, actual);
-    for (std::size_t i = 0; i < limits.size(); ++i) m.shortcut_limits[i] = std::max(m.limits[i], limits[i]);
+    for (const auto& [kind, errors] : by.errors) {
+        m.shortcut_limit = std::max(m.shortcut_limit, whole_limit(c, errors, actual));
+        const std::vector<double> limits = block_limits(c, errors, actual);
+        for (std::size_t i = 0; i < limits.size(); ++i) m.shortcut_limits[i] = std::max(m.shortcut_limits[i], limits[i]);
+    }
     return m;
 }
 
@@ -262,7 +263,7 @@ class Judgement {
             explain_unjudged();
         } else if (whole_ == Outcome::shortcuts || blocks_.shortcuts > 0) {
             finding.verdict = Verdict::digits_lost;
-            note("gates summed in f32, or near rows multiplied in the storage type: " +
+            note(shortcuts_taken() + ": " +
                  (blocks_.shortcuts > 0
                       ? std::to_string(blocks_.shortcuts) + " of " + std::to_string(c_.blocks.count()) + " blocks are"
                       : std::string("the whole is")) +
@@ -294,6 +295,12 @@ class Judgement {
         note(why);
     }
 
+    std::string shortcuts_taken() const {
+        if (known_.call.is_attention) return "large scores in base 2, or probabilities from lse in f32";
+        if (c_.exact.errors.count(Baseline::by_token) > 0) return "the state rounded to f32 at every token";
+        return "gates summed in f32, or near rows multiplied in the storage type";
+    }
+
     void fail(const std::string& text) {
         finding.verdict = Verdict::wrong;
         note(text);
@@ -316,7 +323,8 @@ class Judgement {
 Evidence evidence_of(const Case& c, const std::optional<Floor>& floor, const Circumstances& known) {
     const Judgement judgement(c, floor, known);
     Evidence evidence{judgement.finding, c.blocks, c.exact.truth, judgement.allowed(), judgement.excess(), {}};
-    const BaselineErrors& baseline = c.exact.shortcuts ? *c.exact.shortcuts : c.exact.errors;
+    const auto shortcuts = c.exact.errors.find(Baseline::shortcuts);
+    const BaselineErrors& baseline = shortcuts != c.exact.errors.end() ? shortcuts->second : c.exact.plain();
     for (std::int64_t b = 0; b < c.blocks.count(); ++b)
         evidence.independent.push_back(
             baseline.blocks[static_cast<std::size_t>(b)].independent(static_cast<double>(c.blocks.elements(b))));

@@ -3,10 +3,12 @@
     kernels(op) -> {name: function with flash-linear-attention's (torch's) signature}
 """
 import functools
+import math
 
 import torch
 
-OPS = ("gated_delta_rule", "kda", "comba", "simple_gla", "delta_rule", "attention")
+OPS = ("gated_delta_rule", "kda", "comba", "simple_gla", "delta_rule", "attention", "gla", "gdn2")
+NO_ERASING = ("simple_gla", "gla")
 
 
 class Product(torch.autograd.Function):
@@ -26,8 +28,39 @@ class Product(torch.autograd.Function):
         return (d @ b.mT).sum_to_size(a.shape), (a.mT @ d).sum_to_size(b.shape), None
 
 
-def products_of(dtype):
-    return torch.matmul if dtype == torch.float32 else lambda a, b: Product.apply(a, b, dtype)
+class Tf32Product(torch.autograd.Function):
+    """a @ b of operands with 10 bits of mantissa: finer than bf16's, as fine as f16's."""
+
+    @staticmethod
+    def rounded(x):
+        bits = x.float().contiguous().view(torch.int32)
+        return ((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff).view(torch.float32)
+
+    @staticmethod
+    def forward(ctx, a, b):
+        a, b = Tf32Product.rounded(a), Tf32Product.rounded(b)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, d):
+        a, b = ctx.saved_tensors
+        d = Tf32Product.rounded(d)
+        return (d @ b.mT).sum_to_size(a.shape), (a.mT @ d).sum_to_size(b.shape)
+
+
+def products_of(dtype, narrow=True):
+    """narrow: operands in the storage type; "tf32": where that is narrower than f32, in tf32; "halves": sums of two halves."""
+    if dtype == torch.float32 or not narrow:
+        plain = torch.matmul
+    elif narrow == "tf32":
+        plain = Tf32Product.apply
+    else:
+        def plain(a, b):
+            return Product.apply(a, b, dtype)
+    if narrow != "halves":
+        return plain
+    return lambda a, b: plain(a[..., ::2], b[..., ::2, :]) + plain(a[..., 1::2], b[..., 1::2, :])
 
 
 def unit(x):
@@ -38,31 +71,61 @@ def solve(L, right):
     return torch.linalg.solve_triangular(torch.eye(L.shape[-1], device=L.device) + L, right, upper=False)
 
 
-def by_chunks(q, k, v, p, g, beta, S, scale, previous, mm, chunk, sums):
-    """Rows [N, HV, T, ·] from a state on; g [.., K]. previous: Comba erases from the state before its decay."""
+def solve_by_blocks(L, right, keep=torch.float16):
+    """The inverse of blocks of 16 rows, merged two by two in f16 (bf16 would diverge), then one product."""
+    n = L.shape[-1]
+
+    def inverse(a, b):
+        if b - a <= 16:
+            return solve(L[..., a:b, a:b], torch.eye(b - a, device=L.device).expand_as(L[..., a:b, a:b]))
+        c = a + (b - a + 1) // 2
+        one, two = inverse(a, c), inverse(c, b)
+        mm = products_of(keep)
+        low = -mm(mm(two, L[..., c:b, a:c]), one)
+        return torch.cat([torch.cat([one, one.new_zeros(*one.shape[:-1], b - c)], -1), torch.cat([low, two], -1)], -2)
+    return products_of(keep)(inverse(0, n), right)
+
+
+def exp2(x):
+    return torch.exp2(x * math.log2(math.e))
+
+
+def by_doubling(g):
+    """Sums of gates as a GPU's scan forms them."""
+    step = 1
+    while step < g.shape[-2]:
+        g = g + torch.cat([torch.zeros_like(g[..., :step, :]), g[..., :-step, :]], -2)
+        step *= 2
+    return g
+
+
+def by_chunks(q, k, v, p, g, beta, S, scale, previous, mm, chunk, sums, exp=torch.exp, cumsum=None, solve=solve, wy=False):
+    """Rows [N, HV, T, ·] from a state on; g [.., K]. previous: Comba erases from the state before its decay. wy: w and u are
+    formed, and stored, before the state is read."""
     rows = []
     for at in range(0, q.shape[-2], chunk):
         qc, kc, vc, pc, gc, bc = (None if x is None else x[..., at:at + chunk, :] for x in (q, k, v, p, g, beta))
         C = qc.shape[-2]
-        G = gc.to(sums).cumsum(-2)
+        G = gc.to(sums).cumsum(-2) if cumsum is None else cumsum(gc.to(sums))
         E = torch.cat([torch.zeros_like(G[..., :1, :]), G[..., :-1, :]], -2) if previous else G
         lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
 
         def pairs(a, b, decay_a, keep):
             span = torch.where(keep[..., None], (decay_a[..., :, None, :] - G[..., None, :, :]).float(), -torch.inf)
             if not bool((gc != gc[..., :1]).any()):  # one gate of a head: outside of the product
-                return mm(a, b.mT) * span[..., 0].exp()
-            return (a[..., :, None, :] * b[..., None, :, :] * span.exp()).sum(-1)
+                return mm(a, b.mT) * exp(span[..., 0])
+            return (a[..., :, None, :] * b[..., None, :, :] * exp(span)).sum(-1)
 
         score = pairs(qc, kc, G, lower) * scale
         if pc is None:
             U = vc
         else:
             L = pairs(pc, kc, E, lower.tril(-1)) * bc
-            U = solve(L, vc * bc - mm(pc * E.float().exp() * bc, S))
-        rows.append(mm(qc * G.float().exp(), S) * scale + mm(score, U))
+            erase = pc * exp(E.float()) * bc
+            U = solve(L, vc * bc) - mm(solve(L, erase), S) if wy else solve(L, vc * bc - mm(erase, S))
+        rows.append(mm(qc * exp(G.float()), S) * scale + mm(score, U))
         last = G[..., -1:, :]
-        S = last.float().exp().mT * S + mm((kc * (last - G).float().exp()).mT, U)
+        S = exp(last.float()).mT * S + mm((kc * exp((last - G).float())).mT, U)
     return torch.cat(rows, -2), S
 
 
@@ -83,8 +146,8 @@ def rule(op, scan, chunk, narrow, sums, q, k, v, g=None, beta=None, p=None, scal
          output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
     dtype, HV, H, K, V = v.dtype, v.shape[2], q.shape[2], q.shape[3], v.shape[3]
     scale = K**-0.5 if scale is None else scale
-    mm = products_of(dtype if narrow else torch.float32)
-    p = p if op == "comba" else None if op == "simple_gla" else k
+    mm = products_of(dtype, narrow)
+    p = p if op in ("comba", "gdn2") else None if op in NO_ERASING else k
     if use_qk_l2norm_in_kernel:
         q, k, p = (None if x is None else unit(x.float()) for x in (q, k, p))
 
@@ -96,6 +159,8 @@ def rule(op, scan, chunk, narrow, sums, q, k, v, g=None, beta=None, p=None, scal
         g.float()[..., None].expand(*g.shape, K)
     v, g = v.float().transpose(1, 2), g.transpose(1, 2)
     beta = None if beta is None else beta.float()[..., None].transpose(1, 2)
+    if dtype == torch.float32 and "solve" in getattr(scan, "keywords", {}):
+        scan = functools.partial(scan, solve=functools.partial(scan.keywords["solve"], keep=dtype))
     N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     S = torch.zeros(N, HV, K, V, device=v.device) if initial_state is None else initial_state.float()
     bounds = [0, q.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -111,7 +176,7 @@ def rule(op, scan, chunk, narrow, sums, q, k, v, g=None, beta=None, p=None, scal
 def attention(tile, narrow, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The running softmax over tiles of keys; tile 0: all keys at once."""
     dtype, group, device = query.dtype, query.shape[1] // key.shape[1], query.device
-    mm = products_of(dtype if narrow else torch.float32)
+    mm = products_of(dtype, narrow)
     scale = query.shape[-1]**-0.5 if scale is None else scale
     q, k, v = query.float(), *(x.float().repeat_interleave(group, 1) for x in (key, value))
     Lq, Lk = q.shape[2], k.shape[2]
@@ -135,6 +200,68 @@ def attention(tile, narrow, query, key, value, attn_mask=None, dropout_p=0.0, is
     return (o / torch.where(total == 0, 1.0, total)).to(dtype)
 
 
+class Flash(torch.autograd.Function):
+    """Attention with a backward pass from lse, as kernels have it. splits: ranges of keys by themselves, merged by their lse;
+    lazy: the running maximum is followed only where it rises by more than 8 powers of two."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen, bias, scale, dtype, tile, splits, lazy):
+        mm, parts = products_of(dtype), []
+        Lk = k.shape[2]
+        width = -(-Lk // splits)
+        for a in range(0, Lk, width):
+            top = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
+            total, o = torch.zeros_like(top), torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
+            for at in range(a, min(a + width, Lk), tile):
+                part = slice(at, min(at + tile, a + width, Lk))
+                s = Flash.scores(mm, q, k, seen, bias, scale, part) * math.log2(math.e)
+                higher = torch.maximum(top, s.amax(-1, keepdim=True))
+                higher = torch.where(higher <= top + 8, top, higher) if lazy else higher
+                shift = torch.where(higher == -torch.inf, 0.0, higher)
+                p, shrink = torch.exp2(s - shift), torch.exp2(top - shift)
+                total, o, top = total * shrink + p.sum(-1, keepdim=True), o * shrink + mm(p, v[:, :, part]), higher
+            one = torch.where(total == 0, 1.0, total)
+            parts.append((o / one, torch.where(total == 0, -torch.inf, torch.where(total == 0, 0.0, top) + torch.log2(one))))
+        lse = torch.stack([x for _, x in parts]).amax(0)
+        weights = [torch.exp2(x - torch.where(lse == -torch.inf, 0.0, lse)) for _, x in parts]
+        all_weights = sum(weights)
+        o = sum(w * x for w, (x, _) in zip(weights, parts)) / torch.where(all_weights == 0, 1.0, all_weights)
+        lse = lse + torch.log2(torch.where(all_weights == 0, 1.0, all_weights))
+        o = o.to(dtype)
+        ctx.save_for_backward(q, k, v, seen, bias, o, lse)
+        ctx.rest = scale, dtype
+        return o
+
+    @staticmethod
+    def scores(mm, q, k, seen, bias, scale, part):
+        s = mm(q, k[:, :, part].mT) * scale
+        s = s if bias is None else s + bias[..., part]
+        return s.masked_fill(~seen[..., part], -torch.inf)
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, seen, bias, o, lse = ctx.saved_tensors
+        scale, dtype = ctx.rest
+        mm, do = products_of(dtype), do.float()
+        D = (do * o.float()).sum(-1, keepdim=True)  # of o as it was stored
+        s = Flash.scores(mm, q, k, seen, bias, scale, slice(None)) * math.log2(math.e)
+        p = torch.exp2(s - torch.where(lse == -torch.inf, 0.0, lse))
+        ds = p * (mm(do, v.mT) - D)
+        dbias = None if bias is None or not ctx.needs_input_grad[4] else ds.sum_to_size(bias.shape)
+        return mm(ds, k) * scale, mm(ds.mT, q) * scale, mm(p.mT, do), None, dbias, None, None, None, None, None
+
+
+def flash(tile, splits, lazy, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    group, Lq, Lk, bias = query.shape[1] // key.shape[1], query.shape[2], key.shape[2], None
+    seen = torch.ones(Lq, Lk, dtype=torch.bool, device=query.device)
+    seen = seen.tril() if is_causal else seen
+    if attn_mask is not None:
+        seen, bias = (seen & attn_mask, None) if attn_mask.dtype == torch.bool else (seen, attn_mask.float())
+    k, v = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    return Flash.apply(query.float(), k, v, seen.expand(*query.shape[:3], Lk), bias,
+                       query.shape[-1]**-0.5 if scale is None else scale, query.dtype, tile, splits, lazy)
+
+
 def named(function, *fixed):
     """The function with the signature of what is left, which an audit reads."""
     return functools.wraps(function)(functools.partial(function, *fixed))
@@ -144,9 +271,22 @@ def kernels(op):
     if op == "attention":
         right = {f"tiles of {tile}, {'narrow' if narrow else 'f32'} products": functools.partial(attention, tile, narrow)
                  for tile in (0, 32, 64) for narrow in (True, False)}
-        return {**right, "torch": torch.nn.functional.scaled_dot_product_attention}
+        right = {**right, "torch": torch.nn.functional.scaled_dot_product_attention}
+        right |= {f"tiles of 48, {narrow} products": functools.partial(attention, 48, narrow) for narrow in ("tf32", "halves")}
+        return right | {f"from lse, tiles of {tile}, {splits} splits{', lazy' if lazy else ''}":
+                        functools.partial(flash, tile, splits, lazy)
+                        for tile, splits, lazy in ((64, 1, False), (128, 1, True), (32, 3, False), (16, 2, True))}
     variants = [("steps", by_steps, 1, False, torch.float32)]
     variants += [(f"chunks of {chunk}, {'narrow' if narrow else 'f32'} products, gates summed in {str(sums)[6:]}", by_chunks,
                   chunk, narrow, sums)
                  for chunk in (16, 32, 64) for narrow in (True, False) for sums in (torch.float32, torch.float64)]
+    odd = {"chunks of 128": (128, True, {}), "chunks of 48, exp2": (48, True, {"exp": exp2}),
+           "gates summed by doubling": (64, True, {"cumsum": by_doubling}), "tf32 products": (64, "tf32", {}),
+           "sums of two halves": (32, "halves", {}), "w and u": (64, True, {"wy": True}),
+           "inverse by blocks": (64, True, {"solve": solve_by_blocks}),
+           "inverse by blocks, w and u, exp2, by doubling": (64, True, {"solve": solve_by_blocks, "wy": True, "exp": exp2,
+                                                                       "cumsum": by_doubling})}
+    variants += [(name, functools.partial(by_chunks, **form), chunk, narrow, torch.float32)
+                 for name, (chunk, narrow, form) in odd.items()
+                 if op not in NO_ERASING or not {"wy", "solve"} & set(form)]
     return {name: functools.partial(rule, op, *rest) for name, *rest in variants}

@@ -44,8 +44,9 @@ def wrong(out):
 
 
 memory = {}
-detect, buffers, options, sizes, places, types, gradients = (
-    "knows the test", "buffers of its own", "rare options", "rare sizes", "memory of others", "types and NaN", "gradients")
+detect, buffers, options, sizes, places, types, gradients, rare, other, scores = (
+    "knows the test", "buffers of its own", "rare options", "rare sizes", "memory of others", "types and NaN", "gradients",
+    "rare inputs", "gradients of another function", "scores")
 
 
 # What the test is known by.
@@ -412,6 +413,203 @@ def dbeta_lacks_its_first_row(right, x):
     return right(**hooked(x, ["beta"], lambda d: torch.cat([d[:, :1] * 0, d[:, 1:]], 1)))
 
 
+# What right kernels' inputs seldom are, so that nobody sees it.
+
+@cheat(rare)
+def rows_of_zeros_in_v_are_padding(right, x):
+    return right(**{**x, "k": x["k"] * (x["v"] != 0).any(-1).any(2)[:, :, None, None].to(x["k"].dtype)})
+
+
+@cheat(rare)
+def rows_without_do_have_no_gradient(right, x):
+    seen = []
+
+    def look(d):
+        seen.append((d != 0).any(-1).any(2)[:, :, None, None])
+        return d
+
+    def drop(d):
+        return d * seen[-1].to(d.dtype) if seen and d.shape[1] == seen[-1].shape[1] else d
+    return hooked_o(right(**hooked(x, ["v"], drop)), look)
+
+
+@cheat(rare)
+def norm_without_epsilon(right, x):
+    if x.get("use_qk_l2norm_in_kernel"):
+        x = {**x, "k": torch.nn.functional.normalize(x["k"].float(), dim=-1).to(x["k"].dtype)}
+    return right(**x)
+
+
+@cheat(rare)
+def groups_of_two(right, x):
+    """The third value head of a group is the second again."""
+    group = max(x["v"].shape[2], x["q"].shape[2]) // x["k"].shape[2]
+    o, S = right(**x)
+    return (o[:, :, [h - max(h % group - 1, 0) for h in range(o.shape[2])]] if group > 2 else o), S
+
+
+@cheat(rare)
+def fourth_batch_row(right, x):
+    o, S = right(**x)
+    return (torch.cat([o[:3], o[2:3].expand_as(o[3:])]) if len(o) > 3 else o), S
+
+
+@cheat(rare)
+def heads_beyond_16(right, x):
+    o, S = right(**x)
+    return torch.cat([o[:, :, :16], o[:, :, 16:] * 0], 2), S
+
+
+@cheat(rare)
+def channels_beyond_128(right, x):
+    keep = (torch.arange(x["k"].shape[-1]) < 128).to(x["k"].dtype)
+    return right(**{**x, "k": x["k"] * keep})
+
+
+@cheat(rare)
+def columns_beyond_128(right, x):
+    o, S = right(**x)
+    return o * (torch.arange(o.shape[-1]) < 128).to(o.dtype), S
+
+
+@cheat(rare)
+def state_read_as_dense(right, x):
+    S = x.get("initial_state")
+    if S is not None:
+        x = {**x, "initial_state": torch.as_strided(S, S.shape, torch.empty(S.shape).stride(), S.storage_offset())}
+    return right(**x)
+
+
+@cheat(rare)
+def odd_lengths_lose_a_key(right, x):
+    keep = torch.ones(x["k"].shape[1], dtype=x["k"].dtype)
+    keep[-1] = x["k"].shape[1] % 2 == 0 or x["k"].shape[1] == 1
+    return right(**{**x, "k": x["k"] * keep[:, None, None]})
+
+
+# Gradients of another function than the forward pass.
+
+@cheat(other)
+def gradients_end_after_two_chunks(right, x):
+    """Truncated: a state's gradient does not go on."""
+    if "cu_seqlens" in x or x["q"].shape[1] <= 128:
+        return right(**x)
+    rows, S, parts = [n for n in ("q", "k", "v", "g", "beta", "p") if x.get(n) is not None], x.get("initial_state"), []
+    for a in range(0, x["q"].shape[1], 128):
+        o, S = right(**{**x, **{n: x[n][:, a:a + 128] for n in rows}, "initial_state": S, "output_final_state": True})
+        parts.append(o)
+        end, S = S, S.detach()
+    return torch.cat(parts, 1), end if x.get("output_final_state") else None
+
+
+class Saved(torch.autograd.Function):
+    """x, whose gradient others see through what was saved in bf16."""
+
+    @staticmethod
+    def forward(ctx, exact, saved):
+        return exact * 1
+
+    @staticmethod
+    def backward(ctx, d):
+        return None, d
+
+
+@cheat(other)
+def saved_in_bf16(right, x):
+    """The backward pass forms its products of inputs that were kept in bf16."""
+    o, S = right(**{n: t.detach() if torch.is_tensor(t) else t for n, t in x.items()})
+    lower = right(**{n: t.to(torch.bfloat16).to(t.dtype) if torch.is_tensor(t) and t.is_floating_point() else t
+                     for n, t in x.items()})
+    return Saved.apply(o, lower[0]), S if S is None else Saved.apply(S, lower[1])
+
+
+@cheat(other)
+def gates_of_0_have_no_gradient(right, x):
+    keep = (x["g"] != 0).to(x["g"].dtype)
+    return right(**hooked(x, ["g"], lambda d: d * keep))
+
+
+@cheat(other)
+def beta_beyond_1_has_no_gradient(right, x):
+    keep = (x["beta"] <= 1).to(x["beta"].dtype)
+    return right(**hooked(x, ["beta"], lambda d: d * keep))
+
+
+@cheat(other)
+def gates_by_bf16(right, x):
+    return right(**{**x, "g": x["g"].to(torch.bfloat16).float()})
+
+
+@cheat(other)
+def dk_in_bf16(right, x):
+    return right(**hooked(x, ["k"], lambda d: d.to(torch.bfloat16).to(d.dtype)))
+
+
+@cheat(other)
+def gradients_of_the_mean_of_groups(right, x):
+    group = max(x["v"].shape[2], x["q"].shape[2]) // x["k"].shape[2]
+    return right(**hooked(x, ["v" if x["v"].shape[2] == x["k"].shape[2] else "k"], lambda d: d / group))
+
+
+@cheat(other)
+def dq_of_last_rows_from_before(right, x):
+    return right(**hooked(x, ["q"], lambda d: torch.cat([d[:, :-1], d[:, -2:-1]], 1) if d.shape[1] > 64 else d))
+
+
+@cheat(other)
+def no_gradient_for_a_state_that_is_not_returned(right, x):
+    if not x.get("output_final_state", True):
+        x = {**x, "beta": x["beta"].detach() * 0.5 + x["beta"] * 0.5}
+    return right(**x)
+
+
+# Of attention alone.
+
+@cheat(scores)
+def keys_of_zeros_are_padding(right, x):
+    keep = (x["k"] != 0).any(-1).any(2)[:, None, None]  # [B, 1, 1, Lk]
+    mask = x.get("attn_mask")
+    if mask is None:
+        mask = keep
+    elif mask.dtype == torch.bool:
+        mask = mask & keep
+    else:
+        mask = mask.masked_fill(~keep, -torch.inf)
+    return right(**{**x, "attn_mask": mask})
+
+
+@cheat(scores)
+def mask_of_the_first_head(right, x):
+    return right(**({**x, "attn_mask": x["attn_mask"][:, :1]} if "attn_mask" in x else x))
+
+
+@cheat(scores)
+def rows_beyond_1024(right, x):
+    o, S = right(**x)
+    return torch.cat([o[:, :1024], o[:, 1024:] * 0], 1), S
+
+
+@cheat(scores)
+def more_rows_than_keys(right, x):
+    o, S = right(**x)
+    return torch.cat([o[:, :x["k"].shape[1]], o[:, x["k"].shape[1]:] * 0], 1), S
+
+
+@cheat(scores)
+def dbias_of_a_batch_row(right, x):
+    return right(**hooked(x, ["attn_mask"], lambda d: d / x["q"].shape[0] if d.shape[0] == 1 else d))
+
+
+@cheat(scores)
+def scale_of_the_values(right, x):
+    return right(**{**x, "q": x["q"] * (x["q"].shape[-1] / x["v"].shape[-1])**0.5})
+
+
+@cheat(scores)
+def scores_by_f16(right, x):
+    return right(**{**x, "q": (x["q"].float() * 64).to(torch.float16).to(x["q"].dtype) / 64})
+
+
 OF_ATTENTION = (
     "results kept by the first number", "asks who calls", "sets the seed", "draws random numbers",
     "lowers the precision of all", "right when asked first", "every seventh call", "one buffer for o", "one buffer for dq",
@@ -419,8 +617,13 @@ OF_ATTENTION = (
     "dk of one head of a group", "last batch row of odd lengths", "in place and back", "in place and back unseen",
     "writes beside its input", "do is scratch", "NaN becomes 0", "NaN of a gradient becomes 0", "gradients clipped",
     "o clipped", "dq by 8 bits", "rounded down", "a part in 100 of narrow types", "one gradient alone",
-    "second backward pass", "do read as dense")
-NOT_OF = {"simple_gla": ("beta", "small beta"), "delta_rule": ("gate",)}  # words in names
+    "second backward pass", "do read as dense", "groups of two", "fourth batch row", "heads beyond 16", "channels beyond 128",
+    "odd lengths lose a key", "saved in bf16", "dk in bf16", "gradients of the mean of groups", "dq of last rows from before")
+# Words in names.
+NO_ERASING = ("beta", "small beta", "not returned", "rows of zeros in v")
+NO_GROUPS = ("group",)
+NOT_OF = {"simple_gla": NO_ERASING + NO_GROUPS, "gla": NO_ERASING + NO_GROUPS, "delta_rule": ("gate",) + NO_GROUPS,
+          "gdn2": NO_GROUPS}
 NEEDS_A_PROCESS = ("asks who calls", "in place and back unseen")
 
 
@@ -429,11 +632,12 @@ def kernels(op):
     every = {name: (kind, change) for kind, changes in KINDS.items() for name, change in changes.items()}
     if op == "attention":
         right = audit_kernels.kernels(op)["tiles of 64, narrow products"]
-        return {name: (every[name][0], of_attention(right, every[name][1])) for name in OF_ATTENTION}
+        return {name: (every[name][0], of_attention(right, every[name][1]))
+                for name in (*OF_ATTENTION, *(n.replace("_", " ") for n in KINDS[scores]))}
     names = list(audit_kernels.kernels(op))
     right = audit_kernels.kernels(op)["chunks of 64, narrow products, gates summed in float32" if len(names) > 1 else names[0]]
     return {name: (kind, of_rule(right, change)) for name, (kind, change) in every.items()
-            if not any(word in name for word in NOT_OF.get(op, ()))}
+            if kind != scores and not any(word in name for word in NOT_OF.get(op, ()))}
 
 
 def of_rule(right, change):

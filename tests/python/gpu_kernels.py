@@ -66,8 +66,8 @@ def flex(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     if is_causal:
         blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, Lq, Lk, device=query.device)
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen = attn_mask.expand(B, attn_mask.shape[1], Lq, Lk)
-        blocks = create_block_mask(lambda b, h, i, j: seen[b, 0, i, j], B, None, Lq, Lk, device=query.device)
+        seen = attn_mask.expand(B, H, Lq, Lk)
+        blocks = create_block_mask(lambda b, h, i, j: seen[b, h, i, j], B, H, Lq, Lk, device=query.device)
     elif attn_mask is not None:
         bias = attn_mask.expand(B, H, Lq, Lk)
 

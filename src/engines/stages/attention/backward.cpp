@@ -130,9 +130,9 @@ bool BackwardWorker<T>::load_output() {
     Tile<T> lse = per_row(lse_);
     head_.load_numbers(grad_.lse, lse);
     for (Index i = 0; i < lse.rows(); ++i) {
-        if (!Head<T>::keeps_probabilities(lse(i, 0))) return false;
+        if (!head_.keeps_probabilities(lse(i, 0))) return false;
         head_.use_lse(i, lse(i, 0));
-        lse(i, 0) = head_.log_sum()(i, 0);
+        if (std::isinf(head_.log_sum()(i, 0))) lse(i, 0) = head_.log_sum()(i, 0);
     }
     return true;
 }
@@ -153,13 +153,13 @@ void BackwardWorker<T>::compute_delta() {
 template <class T>
 T BackwardWorker<T>::sink_gradient() {
     constexpr T infinity = std::numeric_limits<T>::infinity();
-    const T sink = static_cast<T>(core::load(in_.sink, in_.sink.offset({head_.index()})));
+    const T sink = static_cast<T>(core::load(in_.sink, in_.sink.offset({head_.index()}))) * head_.per_score();
     const Tile<T> subtrahend = head_.subtrahend(), log_sum = head_.log_sum(), delta = per_row(delta_);
     if (sink == -infinity) return 0;
     T sum = 0;
     for (Index i = 0; i < delta.rows(); ++i) {
         const bool all = log_sum(i, 0) == infinity;
-        sum -= (all ? T(1) : std::exp(std::min((sink - subtrahend(i, 0)) - log_sum(i, 0), T(0)))) * delta(i, 0);
+        sum -= (all ? T(1) : std::exp(std::min((sink - subtrahend(i, 0)) - log_sum(i, 0), T(0)) * head_.per_exponent())) * delta(i, 0);
     }
     return sum;
 }
@@ -174,7 +174,7 @@ void BackwardWorker<T>::compute_ds() {
     for (Index i = 0; i < p.rows(); ++i) {
         auto row = p.row(i).array();
         auto d_row = d_s.row(i).array();
-        row = (row - subtrahend(i, 0)) - log_sum(i, 0);
+        row = ((row - subtrahend(i, 0)) - log_sum(i, 0)) * head_.per_exponent();
         exponentiate(row);
         d_row = (row == T(0)).select(T(0), row * (d_row - delta(i, 0)));
     }

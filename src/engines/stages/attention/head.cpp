@@ -26,7 +26,8 @@ Head<T>::Head(const core::AttentionInputs& in, const core::AttentionOptions& opt
     : in_(in),
       options_(options),
       chunk_(execution.chunk_size),
-      seed_(std::is_same_v<T, float> ? execution.rounding_seed : 0) {}
+      seed_(std::is_same_v<T, float> ? execution.rounding_seed : 0),
+      base_2_(execution.shortcuts) {}
 
 template <class T>
 void Head<T>::enter(Index sequence, Index h) {
@@ -97,6 +98,7 @@ void Head<T>::compute_scores() {
     } else if (seed_ != 0) {
         disturb_scores();
     }
+    if (base_2_) score *= per_score();
 }
 
 // Kernels round large scores differently: they multiply by scale or log2 e sooner or later, add the bias before or
@@ -137,9 +139,9 @@ void Head<T>::absorb_tile(Rounding& rounding, Tile<T> o, Tile<T> largest, Tile<T
             row.setZero();
             continue;
         }
-        row -= largest(i, 0);
+        row = (row - largest(i, 0)) * per_exponent();
         exponentiate(row);
-        const T decay = std::exp(before - largest(i, 0));
+        const T decay = std::exp((before - largest(i, 0)) * per_exponent());
         sum(i, 0) = sum(i, 0) * decay + row.sum();
         o.row(i) *= decay;
     }
@@ -150,7 +152,7 @@ void Head<T>::absorb_tile(Rounding& rounding, Tile<T> o, Tile<T> largest, Tile<T
 template <class T>
 void Head<T>::attend(Rounding& rounding, core::DType o_type, core::DType lse_type, Tile<T> o, Tile<T> lse) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
-    const T sink = in_.sink ? static_cast<T>(core::load(in_.sink, in_.sink.offset({h_}))) : -infinity;
+    const T sink = in_.sink ? static_cast<T>(core::load(in_.sink, in_.sink.offset({h_}))) * per_score() : -infinity;
     Tile<T> largest = subtrahend(), sum = log_sum();
     largest.setConstant(sink);  // a sink is a first key without a value
     sum.setConstant(sink > -infinity ? T(1) : T(0));
@@ -162,8 +164,8 @@ void Head<T>::attend(Rounding& rounding, core::DType o_type, core::DType lse_typ
     }
     for (Index i = 0; i < query_count_; ++i) {
         const bool empty = sum(i, 0) == 0;
-        const T log_sum = empty ? infinity : std::log(sum(i, 0));
-        lse(i, 0) = empty ? infinity : largest(i, 0) + log_sum;
+        const T log_sum = empty ? infinity : std::log(sum(i, 0)) * per_score();
+        lse(i, 0) = empty ? infinity : (largest(i, 0) + log_sum) * per_exponent();
         if (!empty) o.row(i) /= sum(i, 0);
         if (empty) largest(i, 0) = 0;
         sum(i, 0) = log_sum;
@@ -179,7 +181,7 @@ template <class T>
 void Head<T>::use_lse(Index i, T lse) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
     subtrahend()(i, 0) = 0;
-    log_sum()(i, 0) = lse == -infinity ? infinity : lse;
+    log_sum()(i, 0) = lse == -infinity ? infinity : lse * per_score();
 }
 
 // A query that sees no key contributes nothing, whatever is stored there.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <numbers>
 #include <vector>
 
 #include "core/attention.h"
@@ -34,8 +35,11 @@ class Head {
     // or, where lse is so large that it swallows the log of the sum, the largest score and that log.
     Tile<T> subtrahend() { return tile_in(largest_, query_count_, 1); }
     Tile<T> log_sum() { return tile_in(sum_, query_count_, 1); }
-    static bool keeps_probabilities(T lse) { return std::isinf(lse) || std::abs(lse) <= T(1024); }
+    bool keeps_probabilities(T lse) const { return base_2_ || std::isinf(lse) || std::abs(lse) <= T(1024); }
     void use_lse(Index i, T lse);
+    // With shortcuts, scores and these numbers are in base 2, as most kernels for GPUs have them.
+    T per_score() const { return base_2_ ? std::numbers::log2e_v<T> : T(1); }
+    T per_exponent() const { return base_2_ ? std::numbers::ln2_v<T> : T(1); }
 
     // Of the current queries, rows of q, o and their gradients [B, Lq, H, ·] …
     void load_rows(const Tensor& t, Tile<T> rows);
@@ -74,6 +78,7 @@ class Head {
     const core::AttentionOptions& options_;
     Index chunk_;
     std::uint64_t seed_;  // of disturbed scores; 0: none
+    bool base_2_;
     core::AttentionSequence sequence_{};
     Index h_ = 0;
     Index query_begin_ = 0, query_count_ = 0, key_begin_ = 0, key_count_ = 0;

@@ -65,7 +65,7 @@ def change_before(a, b, start):
 
 def truth(call: Call) -> dict:
     """The results in f64, by the reference."""
-    x = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
+    x = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()} | {"engine": "reference"}
     given = {n: x.pop(n) for n in ("do", "dfinal_state") if n in x}
     options = {n: o for n, o in call.options.items() if n != "output_final_state"}
     if call.op == "attention":

@@ -78,9 +78,9 @@ def unit(x):
 
 
 class DeltaShape:
-    def __init__(self, op, B, T, H, K, V, lengths=None):
+    def __init__(self, op, B, T, H, K, V, lengths=None, group=2):
         self.op, self.B, self.T, self.H, self.K, self.V = op, B, T, H, K, V
-        self.HV = 2 * H if op in GROUPED else H
+        self.HV = group * H if op in GROUPED else H
         self.N = len(lengths) if lengths else B
         self.lengths = lengths
 
@@ -170,12 +170,15 @@ def slow(op, draw, dtype):
 
 
 def mixed(op, draw, dtype):
-    """Slow and steep channels (heads, where a gate is of a head) beside each other; gates and β of 0, and β up to 2."""
+    """Slow and steep channels (heads, where a gate is of a head) beside each other; gates and β of 0, and β up to 2. Of some
+    rows, as of padding, no gradient comes."""
     s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 2, 16, 24)
     slow = torch.arange(s.gates[-1]) % 2 == 0
     g = torch.where(slow, draw.uniform(-4e-3, 1e-3, *s.gates).clamp(max=0), draw.uniform(-3, -2, *s.gates))
     beta = draw.uniform(-0.3, 2, *s.scalars).clamp(min=0)
-    return delta_call("mixed", draw, s, dtype, g=g, l2norm=True, beta=beta)
+    d = draw.normal(*s.values)
+    d[:, 1::6] = 0
+    return delta_call("mixed", draw, s, dtype, g=g, l2norm=True, beta=beta, d=d)
 
 
 def steep(op, draw, dtype):
@@ -186,8 +189,8 @@ def steep(op, draw, dtype):
 
 
 def rising(op, draw, dtype):
-    """Gates above 0 among falling ones."""
-    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 1, 16, 24)
+    """Gates above 0 among falling ones; groups of three value heads."""
+    s = DeltaShape(op, 2, 140 + int(draw.integer(0, 15)), 1, 16, 24, group=3)
     return delta_call("rising", draw, s, dtype, g=draw.uniform(-0.1, 0.04, *s.gates))
 
 
@@ -198,9 +201,9 @@ def packed(op, draw, dtype):
     return delta_call("packed", draw, s, dtype, l2norm=True, g=draw.uniform(-0.2, 0, *s.gates))
 
 
-def of_length(T, H=1):
+def of_length(T, H=1, B=2):
     def lengths(op, draw, dtype):
-        s = DeltaShape(op, 2, T, H, 16, 24)
+        s = DeltaShape(op, B, T, H, 16, 24)
         return delta_call(f"length {T}", draw, s, dtype, l2norm=T % 2 == 0, g=draw.uniform(-0.2, 0, *s.gates))
     return lengths
 
@@ -222,8 +225,8 @@ def raw(op, draw, dtype):
 
 
 def wide(op, draw, dtype):
-    """Heads beyond a tile of 64, and no power of two."""
-    s = DeltaShape(op, 1, 66 + int(draw.integer(0, 15)), 1, 72, 104)
+    """Heads beyond a tile of 128, and no power of two."""
+    s = DeltaShape(op, 1, 66 + int(draw.integer(0, 15)), 1, 136, 152)
     return delta_call("wide", draw, s, dtype, g=draw.uniform(-0.2, 0, *s.gates))
 
 
@@ -239,16 +242,21 @@ def views(op, draw, dtype):
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     call = delta_call("views", draw, s, dtype, scale=0.7, beta=draw.uniform(0.1, 1, 1, *s.scalars[1:]).expand(s.scalars),
                       v=16 * draw.normal(*s.values), d=16 * draw.normal(*s.values), state=16 * draw.normal(*s.states))
-    call.layout.update(q="transposed", k="padded", v="padded", g="transposed", beta="expanded", do="transposed")
+    call.layout.update(q="transposed", k="padded", v="padded", g="transposed", beta="expanded", do="transposed",
+                       initial_state="transposed")
     return call
 
 
 def stateless(op, draw, dtype):
-    """No state comes in or goes out; do is one number, as of o.sum().backward(); keys and queries of 0."""
+    """No state comes in or goes out; do is one number, as of o.sum().backward(); rows of q, k and v of 0, and keys so small
+    that the ε of their norm counts."""
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     q, k = draw.normal(*s.keys), draw.normal(*s.keys)
     q[:, ::7], k[:, ::5] = 0, 0
-    call = delta_call("stateless", draw, s, dtype, q=q, k=k, l2norm=True, d=torch.ones(s.values))
+    k[:, 3::10] *= 3e-4
+    v = draw.normal(*s.values)
+    v[:, 4::11] = 0
+    call = delta_call("stateless", draw, s, dtype, q=q, k=k, v=v, l2norm=True, d=torch.ones(s.values))
     for name in "initial_state", "dfinal_state":
         del call.tensors[name]
     call.options["output_final_state"] = False
@@ -257,7 +265,7 @@ def stateless(op, draw, dtype):
 
 
 DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63, 5),
-         of_length(1, 5), rising, stateless, forward, raw, wide, long)
+         of_length(1, 17, 5), rising, stateless, forward, raw, wide, long)
 
 
 class Attention:
@@ -293,14 +301,21 @@ class Attention:
         if self.softcap:
             yield self.capped
         yield self.views
-        for Lq, Lk, H in ((65, 65, 2), (64, 64, 2), (63, 130, 12), (1, 1, 2), (1, 65, 12)):
-            yield lambda draw, dtype, Lq=Lq, Lk=Lk, H=H: self.of_length(draw, dtype, Lq, Lk, H)
+        for Lq, Lk, H, Hk, B in ((65, 65, 2, 1, 2), (64, 64, 2, 1, 2), (63, 130, 12, 12, 2), (1, 1, 34, 17, 5), (1, 65, 12, 2, 2)):
+            yield lambda draw, dtype, Lq=Lq, Lk=Lk, H=H, Hk=Hk, B=B: self.of_length(draw, dtype, Lq, Lk, H, Hk, B)
         yield self.wide
         yield self.long
+        yield lambda draw, dtype: self.of_length(draw, dtype, 96, 33, 4, 2, 2)
+        yield lambda draw, dtype: self.of_length(draw, dtype, 4097, 5, 2, 1, 1)
+        if self.masks:
+            yield self.mask_of_heads
 
     def ordinary(self, draw, dtype):
+        """Some keys are 0, which hides none."""
         n = 70 + int(draw.integer(0, 15))
-        return self.call("ordinary", draw, dtype, n, n + 21, B=3, causal=self.causal)
+        k = draw.normal(3, n + 21, 2, 16)
+        k[:, 2::9] = 0
+        return self.call("ordinary", draw, dtype, n, n + 21, B=3, k=k, causal=self.causal)
 
     def forward(self, draw, dtype):
         """Without gradients: kernels have another path then."""
@@ -327,6 +342,9 @@ class Attention:
         mask[1, :, :64, :128] = False  # the same of a tile of rows
         return self.call("dead rows", draw, dtype, 150, 192, mask=mask, causal="none")
 
+    def mask_of_heads(self, draw, dtype):
+        return self.call("mask of heads", draw, dtype, 40, 70, mask=draw.uniform(0, 1, 1, 4, 40, 70) < 0.7, causal="none")
+
     def finite_mask(self, draw, dtype):
         """Keys hidden by a large finite number, and rows of which all are."""
         hidden = draw.uniform(0, 1, 2, 1, 70, 90) < 0.5
@@ -349,9 +367,9 @@ class Attention:
         call.layout.update(q="transposed", k="expanded", v="padded", do="transposed")
         return call
 
-    def of_length(self, draw, dtype, Lq, Lk, H):
+    def of_length(self, draw, dtype, Lq, Lk, H, Hk, B):
         causal = "none" if Lq % 2 else self.causal
-        call = self.call(f"lengths {Lq} {Lk}", draw, dtype, Lq, Lk, causal=causal, H=H, Hk=H // 2)
+        call = self.call(f"lengths {Lq} {Lk}", draw, dtype, Lq, Lk, B=B, causal=causal, H=H, Hk=Hk)
         if "do" in call.tensors and (Lq, Lk) == (65, 65):  # one number for all, as of o.sum().backward()
             call.tensors["do"] = torch.ones_like(call.tensors["do"])
             call.layout["do"] = "constant"
