@@ -99,7 +99,7 @@ std::vector<Finding> verify(const io::LayerCall& call, const std::map<std::strin
     for (int run = 1; run <= baseline_runs; ++run) {
         progress(run, "low-precision baseline");
         compute(NoisyCall(call, static_cast<std::uint64_t>(run)).call, runs, options.threads);
-        for (Case& c : cases) add_run(c, options.threads, false);
+        for (Case& c : cases) add_run(c, options.threads, Baseline::plain);
     }
     std::vector<Finding> findings;
     const io::Call none;

@@ -42,8 +42,8 @@ struct BaselineErrors {
     std::vector<BaselineError> blocks;
 };
 
-// How a right kernel computes: with what it needs; with shortcuts that many take; by the recurrence in f32, which rounds
-// the state at every token.
+// How a right kernel computes: with what it needs; with shortcuts that many take; by the recurrence in f32, which
+// rounds the state at every token.
 enum class Baseline { plain, shortcuts, by_token };
 
 // A truth of a result, the rows that it holds for, and the baseline's errors there.

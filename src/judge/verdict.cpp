@@ -62,7 +62,8 @@ Measured measure(const Case& c, const Yardstick& by, int threads) {
     for (const auto& [kind, errors] : by.errors) {
         m.shortcut_limit = std::max(m.shortcut_limit, whole_limit(c, errors, actual));
         const std::vector<double> limits = block_limits(c, errors, actual);
-        for (std::size_t i = 0; i < limits.size(); ++i) m.shortcut_limits[i] = std::max(m.shortcut_limits[i], limits[i]);
+        for (std::size_t i = 0; i < limits.size(); ++i)
+            m.shortcut_limits[i] = std::max(m.shortcut_limits[i], limits[i]);
     }
     return m;
 }

@@ -134,6 +134,30 @@ TEST(Where, RowsOfAPeriod) {
                 "rows 5, 77-78, in no pattern");
 }
 
+// Of an error that all rows have, noise decides which are beyond their limit: that is no race.
+TEST(Where, NoRaceWhereAllRowsErr) {
+    const std::string text = where(small(), "o", [](Floats& o) {
+        for (Index t = 0; t < 150; ++t)
+            for (Index h = 0; h < 2; ++h) o.rows(0, t, 1, h) *= 1 + 1 / static_cast<float>(1 + t);
+    });
+    EXPECT_EQ(text.find("race"), std::string::npos) << text;
+}
+
+// Some product of two factors of one result comes near any number: they are no explanation.
+TEST(Where, TwoFactorsOfOneResultExplainNothing) {
+    io::MakeOptions o;
+    o.op = "attention";
+    o.heads = 6, o.key_heads = 2, o.queries = o.keys = 80;
+    o.key_size = o.value_size = 16;
+    o.sink = true;
+    const diagnose::Diagnosis d = diagnose_spoilt(o, "dsink", [](Floats& dsink) {
+        for (Index h = 0; h < 6; ++h) dsink[h] *= 0.375f;
+    });
+    EXPECT_TRUE(d.wrong());
+    for (const std::string& line : d.conclusion)
+        EXPECT_EQ(line.find("more than one mistake"), std::string::npos) << line;
+}
+
 // Races, memory that nothing wrote, wrong addresses: no pipeline with a change has them. They are located, and no
 // mistake is named.
 TEST(Where, WhatNoMistakeExplains) {

@@ -21,12 +21,15 @@ import softdelta  # noqa: E402
 from softdelta._audit import run  # noqa: E402
 
 HERE = Path(__file__).parent
-# Name, function, operation, types, results, shares.
+# Classes whose heads and options are alike: a kernel is compiled for these, in minutes. The first share has the checks.
+ALIKE = (("ordinary", "mixed", "forward"), ("packed",), ("steep", "length 65", "length 64"), ("correlated", "slow"),
+         ("stateless",), ("rising",), ("length 63", "length 1"), ("wide",), ("length 4097", "views"))
+# Name, function, operation, types, results, shares: how many, or their classes.
 KERNELS = [
-    ("fla chunk_kda", "chunk_kda", "kda", "bf16", "all", 4),
-    ("fla chunk_gated_delta_rule, forward", "gdn_forward", "gated_delta_rule", "bf16", "forward", 3),
-    ("fla chunk_delta_rule", "chunk_delta_rule", "delta_rule", "bf16", "all", 4),
-    ("fla chunk_simple_gla", "chunk_simple_gla", "simple_gla", "bf16", "all", 4),
+    ("fla chunk_kda", "chunk_kda", "kda", "bf16", "all", ALIKE),
+    ("fla chunk_gated_delta_rule, forward", "gdn_forward", "gated_delta_rule", "bf16", "forward", ALIKE),
+    ("fla chunk_delta_rule", "chunk_delta_rule", "delta_rule", "bf16", "all", ALIKE),
+    ("fla chunk_simple_gla", "chunk_simple_gla", "simple_gla", "bf16", "all", ALIKE),
     ("torch SDPA", "torch.nn.functional:scaled_dot_product_attention", "attention", "bf16,f32", "all", 2),
     ("torch SDPA, flash", "sdpa_flash", "attention", "bf16", "all", 1),
     ("torch SDPA, efficient", "sdpa_efficient", "attention", "bf16", "all", 1),
@@ -37,11 +40,15 @@ KERNELS = [
 ]
 
 
-def audit_share(name, function, op, dtypes, require, share, shares, cases, budget, classes):
-    """Every shares-th class, and with the last share the checks."""
+def audit_share(name, function, op, dtypes, require, share, shares, cases, budget):
+    """A share of the classes, or every shares-th class; with the first the checks."""
     draw, checks = run.draw_calls, run.run_checks
-    run.draw_calls = lambda *a: [c for c in draw(*a) if not classes or c.name in classes or op == "attention"][share::shares]
-    run.run_checks = lambda *a: checks(*a) if share == shares - 1 else None
+
+    def draw_share(*a):
+        calls = draw(*a)
+        return [c for c in calls if c.name in shares[share]] if isinstance(shares, tuple) else calls[share::shares]
+    run.draw_calls = draw_share
+    run.run_checks = lambda *a: checks(*a) if share == 0 else None
     torch.set_num_threads(1)
     function = function if ":" in function else f"{HERE / 'gpu_kernels.py'}:{function}"
     output = os.path.join(cases, f"{name.replace(' ', '-')}-{share}.safetensors") if cases else False
@@ -53,7 +60,7 @@ def audit_share(name, function, op, dtypes, require, share, shares, cases, budge
         return None
     finally:
         run.draw_calls, run.run_checks = draw, checks
-    print(f"{name}, share {share} of {shares}\n{found}", file=sys.stderr, flush=True)
+    print(f"{name}, share {share}\n{found}", file=sys.stderr, flush=True)
     return found
 
 
@@ -85,10 +92,10 @@ def main():
     p.add_argument("--processes", type=int, default=os.cpu_count())
     p.add_argument("--cases", help="folder for failing inputs, and their diagnosis")
     p.add_argument("--budget", type=float, default=600)
-    p.add_argument("--classes", nargs="*", help="of delta rules; default: all")
     a = p.parse_args()
     kernels = [k for k in KERNELS if not a.only or any(w in k[0] for w in a.only)]
-    shares = [(*k[:5], i, k[5], a.cases, a.budget, a.classes) for k in kernels for i in range(k[5])]
+    shares = [(*k[:5], i, k[5], a.cases, a.budget)
+              for k in kernels for i in range(len(k[5]) if isinstance(k[5], tuple) else k[5])]
     end = time.monotonic() + a.budget + 20
     with multiprocessing.get_context("spawn").Pool(a.processes) as pool:
         waiting = [pool.apply_async(audit_share, s) for s in shares]

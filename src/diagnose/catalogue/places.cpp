@@ -32,6 +32,9 @@ enum class Kind {
     online,     // summed over tiles, rescaled
     running,    // the reverse sum of dg
     index,      // which key head
+    sink,       // a number of each head
+    window,     // how far it reaches
+    mask,       // applied or not
     flag,       // of a tile
     dead,       // rows without a key
     norm,       // l2norm
@@ -164,6 +167,15 @@ std::vector<Change> changes_of(Kind kind) {
             break;
         case Kind::index:
             add({C::head_before, C::head_after, C::first_head});
+            break;
+        case Kind::sink:
+            add(factors), add({C::head_before, C::head_after, C::first_head});
+            break;
+        case Kind::window:
+            add({C::missing, C::doubled, C::halved});
+            break;
+        case Kind::mask:
+            add({C::missing});
             break;
         case Kind::flag:
             add({C::stale});
@@ -374,6 +386,15 @@ bool hides_keys(const Call& c) {
 bool has_sink(const Call& c) {
     return static_cast<bool>(c.attention.sink);
 }
+bool causal(const Call& c) {
+    return c.attention_options.causal != Causal::none;
+}
+bool masked(const Call& c) {
+    return static_cast<bool>(c.attention.mask);
+}
+bool windowed(const Call& c) {
+    return c.attention_options.window_left >= 0 || c.attention_options.window_right >= 0;
+}
 bool has_dlse(const Call& c) {
     return static_cast<bool>(c.dlse);
 }
@@ -395,6 +416,11 @@ const Place attention_places[] = {
     {"tile seen", Kind::flag, "tile j is seen", "whether one of 64 rows sees a tile of keys", Phase::forward,
      hides_keys},
     {"bias", Kind::factor, "bias", "the bias", Phase::forward, biased},
+    {"softcap", Kind::factor, "cap", "the softcap", Phase::forward, capped},
+    {"causal", Kind::mask, "hidden keys", "the causal mask", Phase::forward, causal},
+    {"mask", Kind::mask, "hidden keys", "the mask", Phase::forward, masked},
+    {"window", Kind::window, "window", "the window", Phase::forward, windowed},
+    {"sink", Kind::sink, "sink", "the sink", Phase::forward, has_sink},
     {"slope", Kind::factor, "1 − tanh²", "the slope of the softcap", Phase::backward, capped},
     {"l", Kind::factor, "l", "the sum l of the softmax", Phase::forward, always},
     {"sum of l", Kind::online, "l = Σ e^(s − m)", "the sum l over tiles of keys", Phase::forward, always},

@@ -148,6 +148,13 @@ Fit Observation::fit(const Results& mistaken, Scope scope) const {
             std::abs(products) / std::sqrt(variance)};
 }
 
+bool Observation::is_finite_less_often(const Results& results) const {
+    for (const auto& [name, truth] : truth_)
+        for (Index i = 0; i < truth.count(); ++i)
+            if (std::isfinite(truth[i]) && !std::isfinite(results.at(name)[i])) return true;
+    return false;
+}
+
 Results Observation::limit(Results mistaken, Scope scope) const {
     for (const auto& [name, truth] : truth_)
         if (!is_within(scope, name)) mistaken.at(name) = truth;

@@ -36,6 +36,8 @@ class Observation {
 
     Distance to(const Results& mistaken, Scope scope) const { return between(mistaken, scope, actual_); }
     Distance between(const Results& mistaken, Scope scope, const Results& other) const;
+    // Whether some number is NaN or infinite where the truth is not.
+    bool is_finite_less_often(const Results& results) const;
     // With the truth for what lies outside the scope.
     Results limit(Results mistaken, Scope scope) const;
     // The results of two mistakes whose effects add up.

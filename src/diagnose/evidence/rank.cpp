@@ -20,6 +20,7 @@ namespace softdelta::diagnose {
 namespace {
 
 constexpr double seen = 1;            // an effect below this, relative to noise, does not show
+constexpr double usual = 0.5;         // rounding rarely leaves more: something else may explain it better
 constexpr double small = 2;           // nor does what is left below this,
 constexpr double small_part = 0.01;   // or below this part of the error before: a mistake may amplify rounding
 constexpr double indistinct = 0.2;    // two mistakes whose results differ by less are told apart by luck only
@@ -84,6 +85,21 @@ bool has_pattern(const Distance& before, const Candidate& c) {
            std::max(c.fit.sigma, std::sqrt(2 * std::max(c.evidence, 0.0))) > sigmas;
 }
 
+// Two factors of one result: some product of them comes near any number.
+bool are_one_factor(const Candidate& a, const Candidate& b) {
+    const auto is_one = [](const Candidate& c) {
+        const Entry& entry = *c.entries.front();
+        return entry.mistake == Mistake::at_a_point && is_factor(entry.point.change);
+    };
+    const auto reached = [](const Candidate& c) {
+        std::set<std::string> names;
+        for (const auto& [result, effect] : c.reaches)
+            if (effect > seen) names.insert(result);
+        return names;
+    };
+    return is_one(a) && is_one(b) && reached(a) == reached(b) && reached(a).size() == 1;
+}
+
 // Pairs of `seeds` of n mistakes with each other and the rest.
 std::size_t pairs_among(std::size_t n) {
     std::size_t pairs = 0;
@@ -119,12 +135,21 @@ class Trial {
                         c.fit = fit;
                 c.evidence = compare_with_noise(observation_.independent(), before_, c.left);
                 c.improves = improves(tried, c.evidence, before_, c.left);
-                c.explains = c.improves && fits(before_, c.left);
+                c.explains = c.improves && fits(before_, c.left) && !overflows(sets[i], results);
                 const std::lock_guard lock(showing);
                 if (progress_) progress_(static_cast<double>(++done) / static_cast<double>(sets.size()), step);
             };
         });
         return candidates;
+    }
+
+    // A state that grows beyond all numbers looks like every other NaN: that explains none. Of softmax and of division
+    // by β a NaN is what the mistake itself gives.
+    bool overflows(const std::vector<const Entry*>& entries, const Results& results) const {
+        if (results.count("final_state") == 0) return false;
+        for (const Entry* entry : entries)
+            if (entry->point.change == Change::over_beta) return false;
+        return observation_.is_finite_less_often(results);
     }
 
     // Both passes, unless the mistake in one of them alone is much nearer to the dump.
@@ -181,8 +206,9 @@ class Trial {
                 const auto b = static_cast<std::size_t>(unit);
                 const Results results = call_.run(singles[b].entries);
                 for (std::size_t a = 0; a < std::min(first, b); ++a)
-                    costs[b * first + a] = {observation_.to(observation_.add(alone[a], results), Scope::both).cost,
-                                            {singles[a].entries.front(), singles[b].entries.front()}};
+                    if (!are_one_factor(singles[a], singles[b]))
+                        costs[b * first + a] = {observation_.to(observation_.add(alone[a], results), Scope::both).cost,
+                                                {singles[a].entries.front(), singles[b].entries.front()}};
             };
         });
         std::erase_if(costs, [](const auto& cost) { return cost.second.empty(); });
@@ -240,7 +266,8 @@ class Search {
         tried_ = first.size() + others.size();
         std::vector<Candidate> found = trial_.run(first, tried_, "places");
         for (const Candidate& c : found)
-            if (!right_.empty() && reaches_the_wrong_alone(c)) suspects_.push_back(c.entries.front());
+            if (!right_.empty() && reaches_the_wrong_alone(c) && !is_another_scale(c))
+                suspects_.push_back(c.entries.front());
         std::map<std::string_view, const Candidate*> of_place;
         for (const Candidate& c : found) of_place[c.entries.front()->point.place] = &c;
         const auto loss_of = [&](const std::vector<const Entry*>& set) {
@@ -280,6 +307,11 @@ class Search {
                                                                                                   : nullptr;
     }
 
+    // Whatever the scale is, it is one factor of all that it reaches.
+    static bool is_another_scale(const Candidate& lost) {
+        constexpr double alike = 0.5;
+        return lost.entries.front()->point.place == "scale" && lost.fit.correlation < alike;
+    }
     bool reaches_the_wrong_alone(const Candidate& lost) const {
         constexpr double wrong = 2;
         return std::ranges::all_of(before_.worst_blocks, [&](const auto& block) {
@@ -376,7 +408,7 @@ Ranking rank(const io::Call& call, const Observation& observation, double work, 
     };
     sort_out(trial.run(sets, tried, "mistakes"));
     sort(ranking.singles);
-    if (!ranking.explained() || ranking.singles.front().left.worst_block > seen) {
+    if (!ranking.explained() || ranking.singles.front().left.worst_block > usual) {
         Search search(call, trial, ranking.before);
         std::vector<Candidate> points = search.run(1 + change_share * work / work_of(call));
         std::erase_if(points, [](const Candidate& c) { return c.effect < seen; });

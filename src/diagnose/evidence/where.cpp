@@ -166,6 +166,20 @@ std::string describe_rows(const ErrorMap& map, const std::vector<Pattern>& patte
     return best;
 }
 
+// Whether wrong rows are far from the right ones. Of an error that every row has, chance decides which are beyond
+// noise.
+bool stand_out(const ErrorMap& map) {
+    std::vector<double> wrong, right = {1};
+    for (const ErrorRow& r : map.rows)
+        if (r.wrong())
+            wrong.push_back(r.nan ? HUGE_VAL : r.ratio);
+        else
+            right.push_back(r.ratio);
+    constexpr double far = 3;
+    std::sort(wrong.begin(), wrong.end()), std::sort(right.begin(), right.end());
+    return !wrong.empty() && wrong[wrong.size() / 10] > far * right[right.size() - 1 - right.size() / 10];
+}
+
 // Few rows that follow no pattern, by number.
 std::string describe_scattered(const ErrorMap& map) {
     std::set<Index> rows;
@@ -174,8 +188,8 @@ std::string describe_scattered(const ErrorMap& map) {
     constexpr std::size_t most = 12;
     const bool more = rows.size() > most;
     if (more) rows.erase(std::next(rows.begin(), most), rows.end());
-    return "rows " + list(rows) + (more ? " …" : "") +
-           ", in no pattern: a race, or memory that nothing wrote, shows so";
+    return "rows " + list(rows) + (more ? " …" : "") + ", in no pattern" +
+           (stand_out(map) ? ": a race, or memory that nothing wrote, shows so" : "");
 }
 
 // Neighbouring columns that hold nearly all of the error.
@@ -238,7 +252,8 @@ std::string describe_members(const ErrorMap& map, Index group_size) {
         std::set<Index> regrouped;
         for (const Index h : all)
             if (groups > 0 && h % groups != h / group_size) regrouped.insert(h);
-        if (wrong == regrouped)
+        const Index rows = std::ranges::count_if(map.rows, [&](const ErrorRow& r) { return heads.count(r.head) != 0; });
+        if (wrong == regrouped && 2 * map.wrong_rows() >= rows)
             text += ", those whose h mod " + std::to_string(groups) + " is not h / " + std::to_string(group_size) +
                     ": the order of groups";
     }

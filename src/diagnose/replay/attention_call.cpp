@@ -53,8 +53,12 @@ class HeadRun {
           backward_(results.count("dq") != 0) {
         const Index heads = c.k.size(2), group = c.q.size(2) / heads;
         hk_ = has(M::query_head_modulo) ? h % heads : h / group;
-        for (const Point& p : mistakes.points())
+        Index sink_head = h;
+        for (const Point& p : mistakes.points()) {
             if (p.place == "key head") hk_ = other_head(p.change, hk_, heads);
+            if (p.place == "sink") sink_head = other_head(p.change, h, c.q.size(2));
+        }
+        if (c.sink) sink_ = change_.value("sink", c.sink[sink_head]);
         first_of_group_ = h % group == 0;
         k_ = key_rows(c.call, c.k, at, hk_);
         v_ = key_rows(c.call, c.v, at, hk_);
@@ -158,7 +162,7 @@ class HeadRun {
             for (auto& row : seen_)
                 if (std::ranges::find(row, 1) == row.end()) std::ranges::fill(row, 1);
         find_keys();
-        const double cap = has(M::softcap_ignored) ? 0 : c_.call.attention_options.softcap;
+        const double cap = has(M::softcap_ignored) ? 0 : change_.value("softcap", c_.call.attention_options.softcap);
         s_ = multiply_bt(q_, keys());
         if (has(M::value_size_in_scale))
             s_ /= std::sqrt(static_cast<double>(v_.cols()));
@@ -184,7 +188,7 @@ class HeadRun {
     // the m of its tile.
     void keep_maxima(Index i, double top) {
         Vector tile_top = Vector::Constant(keys_, top);
-        double running = c_.sink ? c_.sink[h_] : -infinity;
+        double running = sink_;
         for (Index begin = 0; begin < keys_; begin += attention_tile) {
             const Index end = std::min(begin + attention_tile, keys_);
             for (Index j = begin; j < end; ++j)
@@ -216,9 +220,8 @@ class HeadRun {
         p_ = Matrix::Zero(rows, keys_);
         const bool tiled = mistakes_.changes("sum of o") || mistakes_.changes("sum of l");
         unscaled_ = Matrix::Zero(tiled ? rows : 0, keys_);
-        const double sink = c_.sink ? c_.sink[h_] : -infinity;
         for (Index i = 0; i < rows; ++i) {
-            double top = sink;
+            double top = sink_;
             for (Index j = 0; j < s_.cols(); ++j)
                 if (seen(i, j)) top = std::max(top, s_(i, j));
             dead_[static_cast<std::size_t>(i)] = top == -infinity;
@@ -229,7 +232,7 @@ class HeadRun {
             if (tiled) keep_maxima(i, top);
             if (mistakes_.changes("sum of l")) keys = sum_of_tiles(i);
             keys = change_.value("l", keys);
-            const double with_sink = keys + std::exp(sink - top);
+            const double with_sink = keys + std::exp(sink_ - top);
             const bool kept = change_.has("sum of o", Change::not_rescaled);
             if (kept) p_.row(i) = unscaled_.row(i);
             if (change_.has("sum of o", Change::last_only)) p_.row(i).head(last_tile()).setZero();
@@ -293,7 +296,7 @@ class HeadRun {
                     ds(i, j) = change_.value("p in ds", p(i, j)) * (dp(i, j) - delta);
                 }
             if (!c_.sink) continue;
-            const double weight = has(M::dsink_without_p) ? 1 : std::exp(c_.sink[h_] - lse_[i]);
+            const double weight = has(M::dsink_without_p) ? 1 : std::exp(sink_ - lse_[i]);
             results_.at("dsink")[h_] += (has(M::dsink_sign) ? 1 : -1) * weight * delta;
         }
         if (c_.bias) add_bias_gradient(ds);
@@ -343,6 +346,7 @@ class HeadRun {
     bool first_of_group_ = true;
     Results& results_;
     bool backward_;
+    double sink_ = -infinity;
     Matrix k_, v_, dk_, dv_;  // [Lk, D], [Lk, Dv]
     Index first_ = 0;         // row of the tile
     Index first_key_ = 0, keys_ = 0;

@@ -16,17 +16,20 @@ bool is_seen(const AttentionCall& c, const Mistakes& mistakes, const AttentionPl
                           (options.causal == Causal::bottom_right && mistakes.has(M::top_left_for_bottom_right));
     const Index diagonal = i + (top_left ? 0 : at.k_count - at.q_count);
     const Index last = diagonal + mistakes.has(M::causal_one_more) - mistakes.has(M::causal_strict);
-    if (options.causal != Causal::none && j > last) return false;
+    if (options.causal != Causal::none && j > last && !mistakes.has(Point{"causal", Change::missing})) return false;
     const Index far = at.q_count + at.k_count;  // beyond every key, from every query
-    const Index left = std::min(options.window_left, far) + mistakes.has(M::window_left_off_by_one);
-    const Index right = std::min(options.window_right, far) + mistakes.has(M::window_right_off_by_one);
+    Index left = std::min(options.window_left, far), right = std::min(options.window_right, far);
+    if (mistakes.has(Point{"window", Change::missing})) left = right = far;
+    if (mistakes.has(Point{"window", Change::doubled})) left *= 2, right *= 2;
+    if (mistakes.has(Point{"window", Change::halved})) left /= 2, right /= 2;
+    left += mistakes.has(M::window_left_off_by_one), right += mistakes.has(M::window_right_off_by_one);
     const Index middle = mistakes.has(M::window_from_top_left) ? i : diagonal;
     if (options.window_left >= 0 && j < middle - left) return false;
     if (options.window_right >= 0 && j > middle + right) return false;
     const Index heads = c.q.size(2);
     if (c.bias && c.bias[place_in(c.bias, at, heads, h, i, j)] == -std::numeric_limits<double>::infinity())
         return false;
-    if (!c.mask) return true;
+    if (!c.mask || mistakes.has(Point{"mask", Change::missing})) return true;
     AttentionPlace masked = at;
     if (mistakes.has(M::mask_of_first_batch)) masked.index = 0;
     return c.mask[place_in(c.mask, masked, heads, h, i, j)] != 0;

@@ -159,7 +159,9 @@ T BackwardWorker<T>::sink_gradient() {
     T sum = 0;
     for (Index i = 0; i < delta.rows(); ++i) {
         const bool all = log_sum(i, 0) == infinity;
-        sum -= (all ? T(1) : std::exp(std::min((sink - subtrahend(i, 0)) - log_sum(i, 0), T(0)) * head_.per_exponent())) * delta(i, 0);
+        sum -=
+            (all ? T(1) : std::exp(std::min((sink - subtrahend(i, 0)) - log_sum(i, 0), T(0)) * head_.per_exponent())) *
+            delta(i, 0);
     }
     return sum;
 }

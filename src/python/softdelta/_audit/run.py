@@ -21,7 +21,7 @@ from .worker import ADAPTERS, adapter_of, load
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 NAMES = {t: n for n, t in DTYPES.items()}
-NARROW = 5e-5  # a quarter of what rounding to f16 costs: what errs less was not rounded
+NARROW = 5e-5  # a quarter of what rounding to f16 costs: what errs less was not rounded, what errs by all is no number rounded
 
 
 class Failed(Exception):
@@ -126,7 +126,7 @@ def judge_reply(call, dtype, reply, require) -> Row:
     if judged:
         row.findings = {f.name: of_rounding(call, f) for f in _cases.judge(judged, call.case()).results}
     for name, f in row.findings.items():
-        if f.ratio > NARROW and (dtype == "f32" or name == "final_state") and (narrow := hidden_type(judged[name])):
+        if NARROW < f.ratio < 1 and (dtype == "f32" or name == "final_state") and (narrow := hidden_type(judged[name])):
             row.faults.append(f"{name} is f32 and holds only numbers of {narrow}")
     return row
 
