@@ -85,6 +85,38 @@ def test_a_limit_does_not_hang_on_eight_lucky_runs():
     assert not row.wrong and not row.missing, row
 
 
+def one_class(kernel, op, name, dtype="bf16", seed=7):
+    """The row of one class, whose numbers were drawn in bf16."""
+    from softdelta._audit import run as parts
+    adapter = "sdpa" if op == "attention" else "fla"
+    call = next(c for c in parts.draw_calls(op, adapter, seed, torch.bfloat16) if c.name == name)
+    return parts.audit_call(parts.Runner(parts.Here(kernel), adapter, "cpu", 600),
+                            parts.in_type(call, torch.bfloat16, parts.DTYPES[dtype]), dtype, "all")
+
+
+@pytest.mark.parametrize("op, name, where", [
+    ("gated_delta_rule", "norm without epsilon", "stateless"),
+    ("kda", "rows of zeros in v are padding", "stateless"),
+    ("simple_gla", "rows without do have no gradient", "mixed"),
+    ("gated_delta_rule", "groups of two", "rising"),
+    ("gdn2", "heads beyond 16", "length 1"),
+    ("attention", "keys of zeros are padding", "ordinary"),
+    ("attention", "mask of the first head", "mask of heads"),
+    ("attention", "more rows than keys", "lengths 96 33"),
+])
+def test_what_inputs_seldom_are(op, name, where):
+    row = one_class(audit_sly.kernels(op)[name][1], op, where)
+    assert row.wrong and not row.missing, row
+
+
+@pytest.mark.parametrize("where", ["lengths 1 1", "finite mask"])
+def test_a_backward_pass_from_lse(where):
+    """Where the truth is 0, what f32 leaves is no number of bf16; scores of -3e4 are rounded in base 2."""
+    for name in "from lse, tiles of 32, 3 splits", "from lse, tiles of 16, 2 splits, lazy":
+        row = one_class(audit_kernels.kernels("attention")[name], "attention", where, "f32")
+        assert not row.wrong and not row.missing, row
+
+
 def test_scores_that_f32_rounds():
     """Block by block: torch's own f32 was beyond the limit in four of twelve calls whose scores reach 200."""
     from softdelta._audit import run as parts
