@@ -38,7 +38,7 @@ enum class RawGate {
     none,
     softplus,
     lower_bound
-};  // g = −e^A_log·softplus(x + dt_bias); g = b·σ(e^A_log·(x + dt_bias))
+};  // g = −e^A_log·softplus(x + gate bias); g = b·σ(e^A_log·(x + gate bias))
 enum class RawBeta { none, logits, doubled_logits };  // β = σ(x); β = 2σ(x)
 
 }  // namespace softdelta::core

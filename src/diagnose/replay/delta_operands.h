@@ -28,7 +28,7 @@ class DeltaInputs64 {
     double scale;
     double scale_of_value_size;  // for the default scale
     Index steps;                 // of a token: rows here are steps, those of q and d_o 0 but for the last of a token
-    Dense q, k, p, v, g, g_gamma, beta, initial_state, A_log, dt_bias, d_o, dfinal_state;
+    Dense q, k, p, v, g, g_gamma, beta, initial_state, A_log, gate_bias, d_o, dfinal_state;
 
     Index value_heads() const { return v.size(2); }
     Index key_head(Index hv, const Mistakes& mistakes) const;

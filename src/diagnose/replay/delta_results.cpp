@@ -76,7 +76,8 @@ void DeltaResults::add_gate_gradient(Index b, Index t, Index hv, Index channel, 
     const double dx = has(M::raw_gate_without_slope) ? dg : dg * at.raw_slope;
     results_.at("dg").rows(b, t / in_.steps, 1, hv)(0, channel) = dx;
     if (in_.A_log) results_.at("dA_log")[hv] += has(M::dA_log_without_gate) ? dg : dg * at.A_slope;
-    if (in_.dt_bias) results_.at("ddt_bias")[hv * in_.channels() + channel] += has(M::ddt_bias_without_slope) ? dg : dx;
+    if (in_.gate_bias)
+        results_.at("ddt_bias")[hv * in_.channels() + channel] += has(M::ddt_bias_without_slope) ? dg : dx;
 }
 
 // y = x r: dx = r (dy − y Σ dy∘y)

@@ -26,7 +26,7 @@ struct Call {
     DeltaInputs delta;
     DeltaOptions delta_options;
     Packing packing;  // what cu_seqlens says, checked
-    // Of A_log, dt_bias and g_gamma as the file has them, and their gradients; the call's own are vectors.
+    // Of parameters of the gate as the file has them, and their gradients; the call's own are vectors.
     std::map<std::string, std::vector<std::int64_t>> parameter_shapes;
     std::int64_t chunk_size = 64;            // of the kernel that made the dump, where it says
     Tensor d_o, dlse, dfinal_state;          // gradients given

@@ -35,7 +35,7 @@ NORM_WANTED = tuple(n[1:] for n in NormGradients._fields if n[1:] in NormInputs.
 
 # Tensors of DeltaInputs that have a row for each token, and those whose gradients are sums over tokens.
 DELTA_ROWS = ("q", "k", "v", "p", "g", "beta")
-DELTA_SUMS = ("g_gamma", "A_log", "dt_bias")
+DELTA_SUMS = tuple(n for n in DELTA_WANTED if n not in (*DELTA_ROWS, "initial_state"))
 
 
 class AttentionOptions(NamedTuple):

@@ -150,8 +150,9 @@ void DeltaCall::place(kernels::DeltaHeads& heads, const core::DeltaSequence& s, 
     heads.q.data = q_.at(s, h), heads.k.data = k_.at(s, h), heads.p.data = p_.at(s, h);
     heads.v.data = v_.at(s, hv), heads.g.data = g_.at(s, hv), heads.beta.data = beta_.at(s, hv);
     if (in_.g_gamma) heads.g_gamma = parameters(in_.g_gamma, h, 1);
-    if (in_.A_log) heads.A_log = parameters(in_.A_log, h, 1);
-    if (in_.dt_bias) heads.dt_bias = parameters(in_.dt_bias, h, heads.has_channel_gate() ? heads.key_size : 1);
+    const auto [A_log, bias] = core::gate_parameters(in_);
+    if (A_log) heads.A_log = parameters(A_log, h, 1);
+    if (bias) heads.gate_bias = parameters(bias, h, heads.channels());
     place(heads.initial_state, in_.initial_state, s.state, h);
 }
 

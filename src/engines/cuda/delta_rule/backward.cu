@@ -39,7 +39,7 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     saved.flags = parts.take<ChunkFlags>(chunks);
     saved.scratch = parts.take<double>(token_blocks * token_scratch(token_slabs(card_of(in.q.device))));
     saved.taken = parts.take<int>(1);
-    if (grad.dg_gamma || grad.dA_log || grad.ddt_bias)
+    if (grad.dg_gamma || views_of(core::gate_parameters(grad)))
         saved.shares = parts.take<double>(2 * saved.all_slots * call.heads * (channel ? call.key_size : 1));
     return saved;
 }
@@ -61,8 +61,8 @@ void make_records(Level level, ChunkGradients& of, const KeptChunks& kept, Index
     launch_fold_channel({of.call, of.sequences, {saved.records, saved.heads}, {}, {}}, stream);
 }
 
-// An event says when the gradients of final states are there: until then, the scan that needs none. If another waits
-// for those of initial states alone, they come first. Otherwise the scans run beside each other.
+// Where an event announces the gradients of final states, the scan that needs none runs until then. Where an event
+// reports those of initial states, they are computed first. Otherwise both scans run as one grid.
 void run_sequences(const Card& card, const ChunkGradients& of, bool keeps, const core::Handover& handover,
                    cudaStream_t stream) {
     const bool states_first = !keeps && handover.ready != nullptr;

@@ -9,8 +9,20 @@
 
 namespace softdelta::cuda {
 
+// core::GateParameters, or their gradients.
+struct GateViews {
+    View A_log, bias;
+
+    explicit operator bool() const { return A_log || bias; }
+};
+inline GateViews views_of(const core::GateParameters& p) {
+    return {view_of(p.A_log), view_of(p.bias)};
+}
+
 struct DeltaCall {
-    View q, k, p, v, g, g_gamma, beta, A_log, dt_bias, initial_state;
+    View q, k, p, v, g, g_gamma, beta;
+    GateViews raw;  // what raw gates are made with
+    View initial_state;
     Index tokens = 0;          // T
     int heads = 0, group = 1;  // HV; value heads of a key head
     bool tiled = false;        // value head hv reads key head hv mod H, and not hv / group
@@ -35,7 +47,7 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
     DeltaCall c;
     c.q = view_of(in.q), c.k = view_of(in.k), c.p = view_of(in.p), c.v = view_of(in.v);
     c.g = view_of(in.g), c.g_gamma = view_of(in.g_gamma), c.beta = view_of(in.beta);
-    c.A_log = view_of(in.A_log), c.dt_bias = view_of(in.dt_bias), c.initial_state = view_of(in.initial_state);
+    c.raw = views_of(core::gate_parameters(in)), c.initial_state = view_of(in.initial_state);
     c.tokens = in.q.shape[1];
     c.heads = static_cast<int>(in.v.shape[2]);
     c.group = static_cast<int>(in.v.shape[2] / in.q.shape[2]);

@@ -32,7 +32,7 @@ struct ChunkFactors {
     float erase[chunk_rows];  // e^E, with the norm of p; gates of channels: β
     float write[chunk_rows];  // e^(G_last − G), with the norm of k
     float last;               // e^G_last
-    int by_token;             // its gates rise, or it holds Inf or NaN: no chunk, but the recurrence
+    int by_token;             // its gates rise, or it holds Inf or NaN: by the recurrence
     int unused[2];            // to 16 bytes
 
     __device__ float* beta() { return erase; }  // gates of channels
@@ -91,7 +91,7 @@ struct RowFactors {
     float beta[chunk_rows];
     float q_norm[chunk_rows], k_norm[chunk_rows], p_norm[chunk_rows];
     float last;    // e^G_last
-    int by_token;  // it is no chunk, but the recurrence
+    int by_token;  // the recurrence computes it
     int unused[2];
     double sums[chunk_rows + 2];  // of the gates before each token, where what leaves nothing of a number is cut off
 };
@@ -132,7 +132,7 @@ struct KeptChunks {
     }
 };
 
-// Scans that keep chunks are other kernels: those that do not pay nothing.
+// Scans that keep chunks are kernels of their own, so that the others pay nothing.
 template <class T, int K>
 inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
 
@@ -153,7 +153,7 @@ struct ChunkForward {
     FoldFlags flags;
 };
 
-// early: it comes right after the fold, whose last blocks it may begin beside.
+// early: it may begin while the last blocks of the fold run.
 void launch_chunk_scan(const Card& card, const ChunkForward& of, bool early, cudaStream_t stream);
 // Whether blocks of 128 value columns fill the card.
 inline bool has_many_heads(const DeltaCall& call, Index sequences) {
@@ -172,8 +172,7 @@ inline ScanTiles scan_tiles(const Card& card, bool many_heads, int wide_bytes, i
 }
 // On sm_90a.
 void launch_warpgroup_scan(const ChunkForward& of, bool early, cudaStream_t stream);
-// Calls with so few heads that their scan leaves half of the card idle are folded there meanwhile: by so many blocks; 0
-// of others.
+// Where a scan of few heads leaves half of the card idle, so many blocks fold there meanwhile; 0: none.
 int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device);
 void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream);
 constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels

@@ -1,5 +1,5 @@
-// Where the sequences of a call in chunks lie, and their chunks. Batch rows lie where their number says. Of packed
-// sequences two lists do: one of those that are taken, one of their chunks. So grids, memory and flags follow
+// Where the sequences of a call in chunks lie, and their chunks. The number of a batch row says where it lies. For
+// packed sequences two lists do: the sequences that a pass takes, and their chunks. So grids, memory and flags follow
 // ΣL/64 + N, and no block looks for its chunk.
 #pragma once
 

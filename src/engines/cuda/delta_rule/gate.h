@@ -23,7 +23,7 @@ __device__ inline float fast_exp(float x) {
     return ptx::exp2(x * log2_e);
 }
 
-// σ(x) and log(1 + e^x) to within a few units in the last place, by short exponentials and logarithms.
+// σ(x) and log(1 + e^x) to within a few ulps, by short exponentials and logarithms.
 __device__ inline float fast_sigmoid(float x) {
     const float e = fast_exp(-fabsf(x));
     return __fdividef(x >= 0 ? 1.0F : e, 1 + e);
@@ -50,14 +50,14 @@ struct HeadGate {
     double exact_rate = 1, bias = 0;  // of a gate that all channels share
 
     __device__ HeadGate(const DeltaCall& c, int hv) {
-        if (c.A_log) {
-            const float A_log = load(c.A_log, hv * c.A_log.stride[0]);
+        if (c.raw.A_log) {
+            const float A_log = load(c.raw.A_log, hv * c.raw.A_log.stride[0]);
             rate = expf(A_log);
             exact_rate = exp(static_cast<double>(A_log));
         }
         if (c.g_gamma) constant = load(c.g_gamma, hv * c.g_gamma.stride[0]);
-        if (c.dt_bias && c.gate != core::Gate::channel)
-            bias = static_cast<double>(load(c.dt_bias, hv * c.dt_bias.stride[0]));
+        if (c.raw.bias && c.gate != core::Gate::channel)
+            bias = static_cast<double>(load(c.raw.bias, hv * c.raw.bias.stride[0]));
     }
 
     // From what the caller gave for a token; dt: the bias of its channel.
@@ -72,8 +72,8 @@ struct HeadGate {
 
     // Of channel m: the bias of its gate.
     __device__ double bias_of(const DeltaCall& c, int hv, int m) const {
-        if (!c.dt_bias || c.gate != core::Gate::channel) return bias;
-        return static_cast<double>(load(c.dt_bias, (Index(hv) * c.key_size + m) * c.dt_bias.stride[0]));
+        if (!c.raw.bias || c.gate != core::Gate::channel) return bias;
+        return static_cast<double>(load(c.raw.bias, (Index(hv) * c.key_size + m) * c.raw.bias.stride[0]));
     }
     // e^g. 0·e^g is 0, however large g: e^700 times any other number of f32 is beyond f32.
     __device__ static double decay(double g) { return exp(g > 700 ? 700.0 : g); }
@@ -128,10 +128,10 @@ __device__ inline void make_gates(const DeltaCall& c, const HeadGate& head, Inde
     const Index offset = batch * from.stride[0] + t * from.stride[1] + hv * from.stride[2];
     load_row(from, offset, from.stride[3], first, size, g);
     if (c.raw_gate == core::RawGate::none) return;
-    if (c.dt_bias) {
+    if (c.raw.bias) {
         float bias[n];
-        load_row(c.dt_bias, hv * (c.gate == core::Gate::channel ? c.key_size : 1) * c.dt_bias.stride[0],
-                 c.dt_bias.stride[0], first, size, bias);
+        load_row(c.raw.bias, hv * (c.gate == core::Gate::channel ? c.key_size : 1) * c.raw.bias.stride[0],
+                 c.raw.bias.stride[0], first, size, bias);
         unrolled<n>([&](int m) { g[m] += bias[m]; });
     }
     const bool bounded = c.raw_gate == core::RawGate::lower_bound;

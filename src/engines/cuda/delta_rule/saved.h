@@ -37,8 +37,8 @@ struct SavedChunks {
     char *states = nullptr, *dstates = nullptr;
     char *U = nullptr, *dR = nullptr;
     ChunkFlags* flags = nullptr;
-    int* taken = nullptr;       // how many chunks of key heads blocks of gradients have taken
-    double* shares = nullptr;   // [2, all slots, HV, channels]: a chunk's part of ddt_bias or dg_gamma, of dA_log
+    int* taken = nullptr;      // how many chunks of key heads blocks of gradients have taken
+    double* shares = nullptr;  // [2, all slots, HV, channels]: a chunk's part of d_raw.bias or dg_gamma, of d_raw.A_log
     double* scratch = nullptr;  // of blocks that go token by token
 
     Index slots = 0;                      // of chunks

@@ -51,7 +51,7 @@ struct DeltaHeads {
     DeltaRows v;                         // [heads, T, V]
     DeltaRows g;                         // [heads, T, K|1]
     DeltaRows g_gamma, A_log;            // [heads]
-    DeltaRows dt_bias;                   // [heads, K|1]
+    DeltaRows gate_bias;                 // [heads, K|1]
     DeltaRows beta;                      // [heads, T]
     DeltaStates initial_state;           // [heads, K, V]
     float scale = 1;
@@ -126,7 +126,7 @@ struct DeltaGradients {
     DeltaRows dg;                 // [heads, T, K|1]
     DeltaRows dbeta;              // [heads, T]
     DeltaStates dinitial_state;   // [heads, K, V]
-    double* gate_sums = nullptr;  // [heads, 2 + K|1] over the tokens: dA_log, dg_gamma, ddt_bias
+    double* gate_sums = nullptr;  // [heads, 2 + K|1] over the tokens: dA_log, dg_gamma, of the bias
     DeltaStates states;           // of the forward pass, [heads, intervals, K, V],
     DeltaRows u;                  // and [heads, T, V]; null: both are made anew
     Index state_interval = 0;     // tokens between these states, at most most_kept_interval

@@ -1,7 +1,7 @@
 // What a chunk needs before states are known, for gates that all channels share, or for none:
 //     score = scale·(q kᵀ)∘e^(G_i − G_j)     inverse = (I + L)⁻¹,  L = β∘(p kᵀ)∘e^(E_i − G_j)
-// Gates are summed in f64. A warp has 16 rows of the scores, of L and of the inverse, which is a long chain: so blocks
-// are small, and as many as a multiprocessor has memory for. Warpgroups: four warps multiply together (sm_90a).
+// Gates are summed in f64. A warp has 16 rows of the scores, L and the inverse. The inverse is a long chain. So blocks
+// are small, and a multiprocessor runs as many as it has memory for. Warpgroups: four warps multiply together (sm_90a).
 #include <algorithm>
 
 #include "engines/cuda/delta_rule/fold/inverse.h"

@@ -2,7 +2,7 @@
 //
 //     scores   q_i k_j e^(L_i − L_j), j ≤ i        erase   k_i k_j e^(L_i − L_j), j < i
 //
-// by a warp on matrix products. L: sums of the block's gates up to a row, in units of ln 2.
+// by a warp on matrix products. L: sums of the block's gates up to a row, divided by ln 2.
 #pragma once
 
 #include "engines/cuda/delta_rule/chunk.h"

@@ -6,7 +6,7 @@
 //     block I against itself       channel_diagonal.h
 //
 // and the same with k instead of q for L of the inverse. Sums of gates in f32 from max(g, −100): what e^−100 leaves of
-// a 16-bit number is 0. They are kept in units of ln 2, for powers of two.
+// a 16-bit number is 0. They are divided by ln 2, so that exponentials are powers of two.
 //
 // One file: every step works on the tiles of the one before.
 #include <type_traits>
@@ -115,7 +115,7 @@ class ChannelFold {
     __device__ void make_sums() {
         const int m = 2 * (thread_ % (K / 2)), block = thread_ / (K / 2), rows = rows_ - 16 * block;
         const bool inside = m < call_.key_size && rows > 0, has_beta = thread_ < C && thread_ < rows_;
-        // Everything is on its way before anything is used.
+        // All loads are issued before any is used.
         PairGates gates(call_, hv_, m, inside ? rows : 0);
         if (inside && call_.g) gates.load(s_.row(call_.g, c_ * C + 16 * block, hv_));
         float beta = has_beta ? 1.0F : 0.0F;

@@ -13,8 +13,8 @@ class PairGates {
     // Channels m and m + 1 of value head hv; rows beyond `rows` have 0.
     __device__ PairGates(const DeltaCall& call, int hv, int m, int rows)
         : g{}, call_(call), m_(m), rows_(rows), dt_{0, 0}, given_(false), packed_(false) {
-        if (rows <= 0 || !call.dt_bias) return;
-        const View& bias = call.dt_bias;
+        if (rows <= 0 || !call.raw.bias) return;
+        const View& bias = call.raw.bias;
         const Index first = (Index(hv) * call.key_size + m) * bias.stride[0];
         dt_ = {cuda::load(bias, first), cuda::load(bias, first + bias.stride[0])};
     }
@@ -57,7 +57,7 @@ class PairGates {
         } else if (call_.raw_gate == core::RawGate::softplus) {
             for_each([&](float x, float dt) { return -head.rate * fast_softplus(x + dt); });
         } else if (call_.raw_gate == core::RawGate::lower_bound) {
-            // σ(x) = 1 / (1 + e^−x): e^−x may be infinite, and then σ(x) is nothing.
+            // σ(x) = 1 / (1 + e^−x): e^−x may be infinite, and then σ(x) is 0.
             const float bound = static_cast<float>(call_.lower_bound), rate = -log2_e * head.rate;
             for_each([&](float x, float dt) { return __fdividef(bound, 1 + ptx::exp2(rate * (x + dt))); });
         }

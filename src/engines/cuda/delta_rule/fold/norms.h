@@ -6,8 +6,8 @@
 #include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
-// What is added to the exponents of two numbers, so that one overflows that is Inf or NaN; or, of bf16, that is from
-// 2^58 on: f32 may not hold the sum of such a row's squares. Of f16 it holds all.
+// Added to the exponents of two numbers, it makes Inf and NaN overflow. Of bf16 it also makes numbers from 2^58 on
+// overflow: f32 may not hold the sum of their squares. It holds that of all f16 numbers.
 template <class T>
 inline constexpr std::uint32_t nonfinite_step = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
 template <class T>

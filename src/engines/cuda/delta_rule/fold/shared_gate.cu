@@ -39,8 +39,8 @@ struct Shared {
     }
 };
 
-// What comes into the place of something waits until nobody reads that any more. kept: an inverse that the backward
-// pass reads comes to a tile.
+// What overwrites memory waits until nobody reads the old contents. kept: the inverse goes to a tile, for the backward
+// pass.
 template <class T, bool in_place>
 struct Steps {
     static constexpr bool makes_scores = false;

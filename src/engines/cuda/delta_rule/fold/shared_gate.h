@@ -174,7 +174,8 @@ class SharedFold {
             if (!call_.own_p) m.p_norm[row] = norm;
         }
     }
-    // That of q is summed as the scan's outputs do (scan/warpgroup/outputs.h): its bits are the same, whoever makes it.
+    // That of q is summed in the order of the scan's outputs (scan/warpgroup/outputs.h), so that both give the same
+    // bits.
     __device__ float norm_of_query(const KeyTile<T, K>& tile, int row) const {
         if (!call_.l2norm) return 1;
         float sums[2] = {};

@@ -8,7 +8,7 @@
 //     oᵀ = (Sᵀ qᵀ)∘scale·e^G + Uᵀ scoreᵀ
 //     Sᵀ = e^G_last·Sᵀ + (Uᵀ∘e^(G_last − G)) k
 //
-// Gates that all channels share multiply the products of plain q, k and p, with the factors of the l2 norm; gates of
+// Gates that all channels share multiply the products of plain q, k and p, with the factors of the l2 norm. Gates of
 // channels are in the keys of the record.
 #pragma once
 

@@ -96,13 +96,13 @@ __global__ void __launch_bounds__(sum_threads)
     if (turn == 0) {
         for (int i = 1; i < turns; ++i) sum += sums[i * numbers + u];
         sums[u] = sum;
-        if (which == 0 && grad.ddt_bias)
-            store(grad.ddt_bias, (Index(hv) * memory.channels + channel) * grad.ddt_bias.stride[0],
+        if (which == 0 && grad.d_raw.bias)
+            store(grad.d_raw.bias, (Index(hv) * memory.channels + channel) * grad.d_raw.bias.stride[0],
                   static_cast<float>(sum));
     }
     __syncthreads();
     if (thread > 1) return;
-    const View& to = thread == 0 ? grad.dg_gamma : grad.dA_log;
+    const View& to = thread == 0 ? grad.dg_gamma : grad.d_raw.A_log;
     sum = 0;
     for (int m = 0; m < memory.channels; ++m) sum += sums[thread * memory.channels + m];
     if (to) store(to, hv * to.stride[0], static_cast<float>(sum));
@@ -124,7 +124,7 @@ GradientMemory gradient_memory(const DeltaCall& call, const core::DeltaInputs& i
     m.erased = parts.take<double>(m.rows * heads * call.value_size);
     m.dwritten = parts.take<double>(m.rows * heads * call.value_size);
     for (float** x : {&m.dq, &m.dk, &m.dp}) *x = parts.take<float>(m.slabs * m.rows * heads * call.key_size);
-    if (!grad.dg && !grad.dg_gamma && !grad.dA_log && !grad.ddt_bias) return m;
+    if (!grad.dg && !grad.dg_gamma && !views_of(core::gate_parameters(grad))) return m;
     m.written = parts.take<double>(m.slabs * m.rows * heads * m.channels);
     m.erase = parts.take<double>(m.slabs * m.rows * heads * m.channels);
     with_walk_shape(call.key_size, [&](auto shape) {

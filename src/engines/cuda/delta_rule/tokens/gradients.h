@@ -30,7 +30,8 @@ struct GradientMemory {
     double* erase = nullptr;    // [slabs, rows, heads, channels]   p∘dp
     double* dstates = nullptr;  // [slots, heads, slabs, a block's lanes' parts]   dS at the ends of chunks
     double* ends = nullptr;     // [slabs, slots, heads, channels]  rowsum(S∘dS) there
-    double* shares = nullptr;   // [2, slots, heads, channels]      a chunk's part of ddt_bias or dg_gamma, of dA_log
+    double* shares =
+        nullptr;  // [2, slots, heads, channels]      a chunk's part of d_raw.bias or dg_gamma, of d_raw.A_log
     std::size_t shares_bytes = 0;
 
     Index rows = 0, slots = 0, row_slots = 0;  // row_slots: of a batch row
@@ -44,7 +45,8 @@ struct GradientMemory {
 };
 
 struct GradientViews {
-    View d_o, dfinal_state, dq, dk, dp, dv, dg, dg_gamma, dbeta, dinitial_state, dA_log, ddt_bias;
+    View d_o, dfinal_state, dq, dk, dp, dv, dg, dg_gamma, dbeta, dinitial_state;
+    GateViews d_raw;
 };
 
 inline GradientViews gradient_views(const core::DeltaGradients& grad) {
@@ -59,8 +61,7 @@ inline GradientViews gradient_views(const core::DeltaGradients& grad) {
         .dg_gamma = view_of(grad.dg_gamma),
         .dbeta = view_of(grad.dbeta),
         .dinitial_state = view_of(grad.dinitial_state),
-        .dA_log = view_of(grad.dA_log),
-        .ddt_bias = view_of(grad.ddt_bias),
+        .d_raw = views_of(core::gate_parameters(grad)),
     };
 }
 

@@ -74,8 +74,8 @@ struct TokenUnfold {
 
     // dg of a chunk's tokens [first, first + count), of one channel: from its end backwards,
     //     dg_t = rowsum(S∘dS)_end + Σ_{s ≥ t} (q∘dq − k∘dk + p∘dp)_s
-    // erasing from the previous state: without p∘dp of token t itself. Shares of ddt_bias or dg_gamma and of dA_log, so
-    // far apart, where they are wanted.
+    // erasing from the previous state: without p∘dp of token t itself. Shares of the gradients of bias or g_gamma and
+    // of A_log, so far apart, where they are wanted.
     __device__ void gates(const Sequence& s, Index first, int hv, int channel, const TokenRows& rows, double* share,
                           Index apart) const {
         const HeadGate head(call, hv);

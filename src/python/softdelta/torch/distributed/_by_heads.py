@@ -16,7 +16,7 @@ from ..._records import DELTA_ROWS, DELTA_SUMS, DELTA_WANTED, DeltaInputs, Delta
 from .. import _calls
 from .._flat import DELTA
 from ._all_to_all import Cut, begin_to_heads, begin_to_rows
-from ._plan import Heads, Plan, heads_of
+from ._plan import Heads, heads_of
 from ._ranks import Ranks, parts_of
 
 KEY_ROWS = ("q", "k", "p")
@@ -63,7 +63,7 @@ class ByHeads(Function):
         state = _states(call, inputs, None, ranks.rank == ranks.size - 1) if call.has_final_state else None
         going, moved = [], []
         for heads, wait in zip(call.batches, coming):
-            shared = heads_of(inputs, heads[ranks.rank], Plan.size_of_gate(inputs))
+            shared = heads_of(inputs, heads[ranks.rank], inputs.v.shape[2])
             own = dict(zip(names, wait()))
             if call.has_initial_state:
                 own["initial_state"] = own["initial_state"].squeeze(0)
@@ -90,7 +90,7 @@ class ByHeads(Function):
         coming = [begin_to_heads(ranks, _result_cuts(call, inputs, heads), incoming) for heads in call.batches]
         back = [n for n in ctx.names if n in call.wanted]
         each = [n in call.wanted for n in DELTA_WANTED]
-        size, going = Plan.size_of_gate(inputs), []
+        going = []
         for name in DELTA_SUMS:  # other ranks compute the gradients of their heads
             if grads[name] is not None:
                 grads[name].zero_()
@@ -100,7 +100,7 @@ class ByHeads(Function):
                 own, call.options, (), (d_o, d_state[0].squeeze(0) if d_state else None), each)))
             for name in DELTA_SUMS:
                 if grads[name] is not None:
-                    here = heads_of(DeltaInputs(v=inputs.v, **{name: grads[name]}), heads[ranks.rank], size)
+                    here = heads_of(DeltaInputs(**{name: grads[name]}), heads[ranks.rank], inputs.v.shape[2])
                     getattr(here, name).copy_(results[name])
             if "initial_state" in back:
                 results["initial_state"] = results["initial_state"].unsqueeze(0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._records import DELTA_ROWS, DeltaInputs, DeltaOptions
+from ..._records import DELTA_ROWS, DELTA_SUMS, DeltaInputs, DeltaOptions
 from ._ranks import Ranks, parts_of
 
 
@@ -55,11 +55,6 @@ class Plan:
     def all_heads(inputs: DeltaInputs) -> Heads:
         return Heads(slice(0, inputs.q.shape[2]), slice(0, inputs.v.shape[2]))
 
-    @staticmethod
-    def size_of_gate(inputs: DeltaInputs) -> int:
-        """How many entries of dt_bias a head has."""
-        return 1 if inputs.dt_bias is None else inputs.dt_bias.shape[0] // inputs.v.shape[2]
-
 
 def tokens_of(t: DeltaInputs, which: slice) -> DeltaInputs:
     """A record of inputs, or of their gradients, with some of its tokens."""
@@ -67,17 +62,17 @@ def tokens_of(t: DeltaInputs, which: slice) -> DeltaInputs:
     return t._replace(**rows)
 
 
-def heads_of(t: DeltaInputs, heads: Heads, gate_size: int) -> DeltaInputs:
-    """A record of inputs, or of their gradients, with some of its heads."""
+def heads_of(t: DeltaInputs, heads: Heads, count: int) -> DeltaInputs:
+    """A record of inputs, or of their gradients, with some of its heads, of `count` value heads."""
 
     def of_rows(x, which):
         return None if x is None else x[:, :, which]
 
-    def of_heads(x, size=1):
+    def of_heads(x):
+        size = 0 if x is None else x.shape[0] // count
         return None if x is None else x[heads.values.start * size:heads.values.stop * size]
 
     return t._replace(q=of_rows(t.q, heads.keys), k=of_rows(t.k, heads.keys), p=of_rows(t.p, heads.keys),
                       v=of_rows(t.v, heads.values), g=of_rows(t.g, heads.values),
-                      beta=of_rows(t.beta, heads.values), g_gamma=of_heads(t.g_gamma), A_log=of_heads(t.A_log),
-                      dt_bias=of_heads(t.dt_bias, gate_size),
+                      beta=of_rows(t.beta, heads.values), **{n: of_heads(getattr(t, n)) for n in DELTA_SUMS},
                       initial_state=None if t.initial_state is None else t.initial_state[:, heads.values])

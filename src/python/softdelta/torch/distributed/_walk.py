@@ -71,7 +71,7 @@ class Walk:
         self.plan, self.inputs = plan, inputs
         self.options = plan.options if options is None else options
         self.segments = segments_of(plan, inputs)
-        self._size_of_gate = plan.size_of_gate(inputs)
+        self._value_heads = inputs.v.shape[2]
 
     def new_carry(self) -> Tensor:
         q, v = self.inputs.q, self.inputs.v
@@ -123,7 +123,7 @@ class Walk:
         for i in range(last, -1, -1):
             segment, before = self.segments[i], to.carries[i % len(to.carries)]
             events = self._begin(handover, segment, i == last, i == 0)
-            results = heads_of(tokens_of(to.results, segment.tokens), heads, self._size_of_gate)
+            results = heads_of(tokens_of(to.results, segment.tokens), heads, self._value_heads)
             d_state = self._results(segment, before, heads)
             results = results._replace(initial_state=d_state)
             _native.delta_backward(self._part(segment, heads, self._states(segment, carries[i], heads)), self.options,
@@ -132,7 +132,7 @@ class Walk:
                                     *(getattr(results, n) for n in DELTA_WANTED)), _calls.AUTOMATIC, _calls.threads(),
                                    False, *events)
             if to.sums:
-                own = heads_of(DeltaInputs(v=self.inputs.v, **to.sums), heads, self._size_of_gate)
+                own = heads_of(DeltaInputs(**to.sums), heads, self._value_heads)
                 for name in to.sums:
                     getattr(own, name).add_(getattr(results, name))
             if segment.bounds is not None:
@@ -144,7 +144,7 @@ class Walk:
 
     def _part(self, segment: Segment, heads: Heads, state: Tensor | None) -> DeltaInputs:
         rows = tokens_of(self.inputs._replace(initial_state=None), segment.tokens)
-        return heads_of(rows, heads, self._size_of_gate)._replace(initial_state=state, cu_seqlens=segment.bounds)
+        return heads_of(rows, heads, self._value_heads)._replace(initial_state=state, cu_seqlens=segment.bounds)
 
     def _states(self, segment: Segment, carry: Tensor | None, heads: Heads, last: bool = False) -> Tensor | None:
         """The initial state of each sequence of a segment: the carry for the sequence that crosses, 0 for the others. With

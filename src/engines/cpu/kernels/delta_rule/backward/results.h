@@ -33,7 +33,7 @@ inline RowSums sums_in_double(const float* y, const float* d, Index n) {
     return {lanes[0][0], lanes[1][0]};
 }
 
-// Sums over the tokens of a value head, in f64: dA_log, dg_gamma, ddt_bias [K|1].
+// Sums over the tokens of a value head, in f64: dA_log, dg_gamma, of the bias [K|1].
 constexpr Index gate_sums(Index channels) {
     return 2 + channels;
 }
@@ -70,7 +70,7 @@ class GateAdjoint {
           gate_sum_(sums + 1),
           bias_sums_(sums + 2) {
         const Index channels = heads.channels();
-        load_parameters(heads.dt_bias, at.head, channels, bias);
+        load_parameters(heads.gate_bias, at.head, channels, bias);
     }
 
     // g, dg: [n], or [n, K] in rows of `row`; dg is overwritten.

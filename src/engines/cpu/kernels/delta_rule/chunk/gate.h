@@ -63,7 +63,7 @@ inline bool load_gates(const DeltaHeads& heads, const Tokens& at, Index row, flo
     const double rate = raw ? gate_rate(heads, at.head) : 1;
     const bool channel = heads.has_channel_gate();
     const Index channels = channel ? heads.key_size : 1;
-    load_parameters(heads.dt_bias, at.head, channels, bias);
+    load_parameters(heads.gate_bias, at.head, channels, bias);
     Mask falls = splat(0.0F) <= splat(0.0F);
     if (channel) {
         for (Index i = 0; i < at.n; ++i) {

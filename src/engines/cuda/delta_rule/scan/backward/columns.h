@@ -1,7 +1,6 @@
 // What the two scans over chunks share: a block has some value columns of a head of a sequence. A consumer warp holds
-// 16 rows of Sᵀ or dSᵀ [V, K] as accumulators; right operands lie in shared memory, where four warps copy those of the
-// next chunk meanwhile (scan/scan.cu). Warpgroups: four warps multiply together (sm_90a), and wait for their tiles
-// alone.
+// 16 rows of Sᵀ or dSᵀ [V, K] as accumulators. Right operands lie in shared memory; four warps copy those of the next
+// chunk meanwhile (scan/scan.cu). Warpgroups: four warps multiply together (sm_90a), and wait for their tiles alone.
 #pragma once
 
 #include "engines/cuda/delta_rule/rows.h"

@@ -41,7 +41,7 @@ struct ChannelNumbers {
 struct ChannelSums {
     float parts[3][channel_slices][chunk_rows];  // q∘dq, k∘dk, k∘e of each row, over 16 channels
     float rows[2][channel_slices][chunk_rows];   // over all, q∘dq and k∘dk, for each of the slices
-    float shares[2][blocks][channels];           // of ddt_bias or dg_gamma, of dA_log
+    float shares[2][blocks][channels];           // of the gradients of bias or g_gamma, of A_log
 };
 
 template <class T, bool in_parts = false>
@@ -290,7 +290,7 @@ struct ChannelTiles {
     __device__ void load_parameters() const {
         if (thread < D) {
             const int m = thread;
-            const View& v = call.dt_bias;
+            const View& v = call.raw.bias;
             small.bias[m] = v && m < call.key_size ? load(v, (Index(hv) * call.key_size + m) * v.stride[0]) : 0.0F;
         } else if (thread >= 2 * D && thread < 2 * D + C) {
             const int r = thread - 2 * D;
@@ -305,7 +305,7 @@ struct ChannelTiles {
             small.rows = rows;
         }
     }
-    // use(n, i, x_ni and its channel's dt_bias)
+    // use(n, i, x_ni and its channel's bias)
     template <class Use>
     __device__ void with_bias(const BlockTokens& x, const Use& use) const {
         unrolled<2>([&](int half) {
@@ -318,7 +318,7 @@ struct ChannelTiles {
             });
         });
     }
-    // L, the sum of a block's gates up to each token, in units of ln 2 (fold/channel_gate.cu).
+    // L, the sum of a block's gates up to each token, divided by ln 2 (fold/channel_gate.cu).
     __device__ void make_sums(int block, BlockTokens& L) const {
         load_given(block, L);
         const float rate = small.rate;

@@ -1,5 +1,5 @@
 // All gradients of a chunk and head, for a gate of each channel (erasing along k from the decayed state). A chunk is
-// four blocks of 16 rows; L is the sum of a block's gates up to a row, R the sum after it, t the sum of them all. With
+// four blocks of 16 rows. L is the sum of a block's gates up to a row, R the sum after it, t the sum of them all. With
 //
 //     P = tril(dO Uᵀ)     Q = stril(dR Uᵀ)     E = −e
 //
