@@ -173,6 +173,27 @@ def rule(op, scan, chunk, narrow, sums, q, k, v, g=None, beta=None, p=None, scal
     return torch.cat(rows, 2).transpose(1, 2).to(dtype), torch.cat(states) if output_final_state else None
 
 
+def dplr(q, k, v, a, b, gk, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, *, bug=""):
+    """S ← diag(e^g) S + b (aᵀS) + k vᵀ, token by token in f32; flash-linear-attention's chunk_dplr_delta_rule."""
+    if cu_seqlens is not None:
+        parts = [dplr(*(x[:, i:j] for x in (q, k, v, a, b, gk)), scale,
+                      None if initial_state is None else initial_state[n:n + 1], True, bug=bug)
+                 for n, (i, j) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]))]
+        return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts]) if output_final_state else None
+    dtype, scale = v.dtype, q.shape[-1]**-0.5 if scale is None else scale
+    q, k, v, a, b, gk = (x.float() for x in (q, k, v, a, b, gk))
+    a, b = (b, a) if bug == "a for b" else (a, b)
+    S = torch.zeros(q.shape[0], v.shape[2], q.shape[-1], v.shape[-1], device=v.device) if initial_state is None else \
+        initial_state.float()
+    rows = []
+    for t in range(q.shape[1]):
+        decayed = S * gk[:, t, ..., None].exp()
+        read = torch.einsum("nhkv,nhk->nhv", decayed if bug == "a after the decay" else S, a[:, t])
+        S = decayed + b[:, t, ..., None] * read[..., None, :] + k[:, t, ..., None] * v[:, t, :, None]
+        rows.append(torch.einsum("nhkv,nhk->nhv", S, q[:, t]) * scale)
+    return torch.stack(rows, 1).to(dtype), S if output_final_state else None
+
+
 def attention(tile, narrow, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The running softmax over tiles of keys; tile 0: all keys at once."""
     dtype, group, device = query.dtype, query.shape[1] // key.shape[1], query.device
@@ -276,6 +297,8 @@ def kernels(op):
         return right | {f"from lse, tiles of {tile}, {splits} splits{', lazy' if lazy else ''}":
                         functools.partial(flash, tile, splits, lazy)
                         for tile, splits, lazy in ((64, 1, False), (128, 1, True), (32, 3, False), (16, 2, True))}
+    if op == "dplr":
+        return {"steps": dplr}
     variants = [("steps", by_steps, 1, False, torch.float32)]
     variants += [(f"chunks of {chunk}, {'narrow' if narrow else 'f32'} products, gates summed in {str(sums)[6:]}", by_chunks,
                   chunk, narrow, sums)

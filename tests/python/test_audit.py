@@ -85,10 +85,24 @@ def test_a_limit_does_not_hang_on_eight_lucky_runs():
     assert not row.wrong and not row.missing, row
 
 
+@pytest.mark.parametrize("where", ["ordinary", "exact", "packed", "stateless"])
+def test_two_steps_of_a_token(where):
+    """A rule whose operands have other names and rows: fla's chunk_dplr_delta_rule."""
+    kernel = audit_kernels.kernels("dplr")["steps"]
+    row = one_class(kernel, "dplr", where, "f32")
+    assert not row.wrong and not row.missing and len(row.findings) > 5, row
+    for bug in "a for b", "a after the decay":
+        def wrong(q, k, v, a, b, gk, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+            return kernel(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, bug=bug)
+        assert one_class(wrong, "dplr", where, "f32").wrong
+    with pytest.raises(ValueError, match="expected p among them for gdn2"):
+        softdelta.audit(lambda q, k, v, g, beta: v, op="gdn2", isolate=False)
+
+
 def one_class(kernel, op, name, dtype="bf16", seed=7):
     """The row of one class, whose numbers were drawn in bf16."""
     from softdelta._audit import run as parts
-    adapter = "sdpa" if op == "attention" else "fla"
+    adapter = parts.adapter_of(op, None)
     call = next(c for c in parts.draw_calls(op, adapter, seed, torch.bfloat16) if c.name == name)
     return parts.audit_call(parts.Runner(parts.Here(kernel), adapter, "cpu", 600),
                             parts.in_type(call, torch.bfloat16, parts.DTYPES[dtype]), dtype, "all")

@@ -21,8 +21,8 @@ def audit(fn, *, op, device="cpu", dtypes=("bf16", "f32"), seed=None, require="a
     require   "all" results; "forward"; or names of results
     budget_s  seconds for all: what is not reached is named, and the verdict is incomplete
     isolate   True: the function runs in a process of its own, which never sees softdelta
-    adapter   the signature: fla's for delta rules; sdpa (torch), flash (flash_attn_func) or flashinfer
-              (single_prefill_with_kv_cache) for attention; None: by the names of the parameters
+    adapter   the signature: fla's for delta rules, dplr (chunk_dplr_delta_rule, chunk_rwkv7) for dplr; sdpa (torch), flash
+              (flash_attn_func) or flashinfer (single_prefill_with_kv_cache) for attention; None: by the names of the parameters
     without   classes of inputs and checks to leave out, by name
     compile   True: torch.compile(fn)
     output    where the smallest failing input is saved; None: audit-OP-SEED.safetensors; False: nowhere, undiagnosed

@@ -30,7 +30,7 @@ class Call:
             return []
         if self.only is not None:
             return [self.only]
-        fixed = ("do", "dlse", "dfinal_state", "mask")
+        fixed = ("do", "dlse", "dfinal_state", "mask", *(("beta",) if self.op == "dplr" else ()))
         return [n for n, t in self.tensors.items() if n not in fixed and t.is_floating_point()]
 
     @property
@@ -128,13 +128,35 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
         drawn["do"] = draw.normal(*s.values) if d is None else d
         drawn["dfinal_state"] = draw.normal(*s.states) if dstate is None else dstate
     wide = ("g", "initial_state", "dfinal_state")
-    tensors = {n: x.float() if n in wide else x.to(dtype) for n, x in drawn.items()}
     options = {"use_qk_l2norm_in_kernel": l2norm}
+    if s.op == "dplr":
+        two_steps(draw, drawn)
+        options = {"steps": 2}
+    tensors = {n: x.float() if n in wide else x.to(dtype) for n, x in drawn.items()}
     if scale is not None:
         options["scale"] = scale
     if s.lengths:
         tensors["cu_seqlens"] = torch.tensor([0, *s.lengths]).cumsum(0)
     return Call(name, s.op, tensors, options, forward_only=not gradients)
+
+
+def interleaved(first, second):
+    return torch.stack([first, second], 2).flatten(1, 2)
+
+
+def two_steps(draw, x):
+    """S ← diag(e^g) S + b (aᵀS) + k vᵀ as two steps of a token: p = a, k = b, v = 0, β = −1; then p = 0, β = 1
+    (docs/math.md). b is −a times numbers below 1, as of RWKV-7."""
+    if x["beta"].eq(1).all():  # nothing is to be rounded
+        a, rate = x["k"].roll(3, 1), torch.ones_like(x["k"])
+    else:
+        a, rate = unit(x["p"]), draw.uniform(0.2, 0.9, *x["p"].shape)
+        for name in "q", "k":
+            x[name] = x[name] / x[name].norm(dim=-1, keepdim=True).clamp(min=1)
+    x["k"], x["v"] = interleaved(-a * rate, x["k"]), interleaved(torch.zeros_like(x["v"]), x["v"])
+    x["p"] = interleaved(a, torch.zeros_like(a))
+    ones = torch.ones_like(x["beta"])
+    x["beta"] = interleaved(-ones, ones)
 
 
 def exact(op, draw, dtype):

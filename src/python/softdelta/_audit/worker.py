@@ -208,6 +208,20 @@ def as_fla(function, parameters, x, options):
     return dict(zip(("o", "final_state"), out))
 
 
+def as_dplr(function, parameters, x, options):
+    """chunk_dplr_delta_rule (q, k, v, a, b, gk) and chunk_rwkv7 (r, w, k, v, a, b): a token's two steps made one."""
+    parameters = parameters or ("q", "gk", "output_final_state")
+    keywords = {"k": x["k"][:, 1::2], "b": x["k"][:, 0::2], "v": x["v"][:, 1::2], "a": x["p"][:, 0::2],
+                "r" if "r" in parameters else "q": x["q"], next(n for n in ("gk", "w", "g") if n in parameters): x["g"],
+                "scale": options.get("scale", x["q"].shape[-1]**-0.5)}
+    keywords.update({n: x[n] for n in ("initial_state", "cu_seqlens") if n in x})
+    if "output_final_state" in parameters:
+        keywords["output_final_state"] = options.get("output_final_state", True)
+    out = function(**keywords)
+    out = out if isinstance(out, (tuple, list)) else (out,)
+    return dict(zip(("o", "final_state"), out))
+
+
 def as_sdpa(function, parameters, x, options):
     """torch.nn.functional.scaled_dot_product_attention: heads [B, H, L, D]; is_causal begins in the top left corner."""
     q, k, v = (x[n].transpose(1, 2) for n in ("q", "k", "v"))
@@ -255,13 +269,13 @@ def as_c(function, parameters, x, options):
         return function(options["op"], x, options, options["gradients"])
 
 
-ADAPTERS = {"c": as_c, "fla": as_fla, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
+ADAPTERS = {"c": as_c, "fla": as_fla, "dplr": as_dplr, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
 
 
 def adapter_of(op, parameters):
     """By the names of the parameters."""
     if op != "attention":
-        return "fla"
+        return "dplr" if op == "dplr" else "fla"
     names = parameters or ()
     return "flashinfer" if "sm_scale" in names else "flash" if "softmax_scale" in names else "sdpa"
 
