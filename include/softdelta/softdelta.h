@@ -490,8 +490,8 @@ typedef enum softdelta_rule_erases {
 } softdelta_rule_erases;
 
 /* options.rule by facts, a rule of the table or any other: gate a softdelta_rule_gate, erases a softdelta_rule_erases;
- * -1, which every call refuses, for other numbers. own_p: 1 erases along p, 0 along k; 0 where nothing is erased. A gate
- * requires g; a gate per head may be g_gamma or missing where nothing is erased. */
+ * -1, which every call refuses, for other numbers. own_p: 1 erases along p, 0 along k; 0 where nothing is erased. A
+ * gate requires g; a gate per head may be g_gamma or missing where nothing is erased. */
 static inline int32_t softdelta_rule_of_facts(int32_t gate, int32_t erases, int own_p) {
     if (gate < SOFTDELTA_GATE_NONE || gate > SOFTDELTA_GATE_CHANNEL) return -1;
     if (erases < SOFTDELTA_ERASES_FROM_DECAYED_STATE || erases > SOFTDELTA_ERASES_NOTHING) return -1;
