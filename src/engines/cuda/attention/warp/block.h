@@ -1,5 +1,6 @@
-// A block of eight warps with 128 rows of a head, 16 for each, on cards without warpgroups. It walks over tiles of
-// other rows, which are copied in the background while the tiles before them are multiplied.
+// A block with 128 rows of a head on cards without warpgroups. It walks over tiles of other rows, which are copied in
+// the background while the tiles before them are multiplied. A warp has 16 rows, or 32 where registers hold their sums:
+// then what it loads of the other rows serves twice.
 #pragma once
 
 #include "engines/cuda/attention/launch_kernels.h"
@@ -11,46 +12,60 @@ namespace softdelta::cuda::warp {
 
 using namespace warpgroup;
 
-inline constexpr int M = warpgroup_rows, threads = 256;
+inline constexpr int M = warpgroup_rows;
+// Of a block whose warps have so many times 16 rows.
+template <int blocks>
+inline constexpr int threads = M / (16 * blocks) * 32;
 
 // Of the thread, known to be the warp's.
 __device__ inline int own_warp() {
     return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 // Whether x is true for a thread of the block.
+template <int blocks>
 __device__ inline bool any(bool x) {
-    return ptx::any(1, threads, x);
+    return ptx::any(1, threads<blocks>, x);
 }
 
-// Rows [first, first + rows) of a tile by the block: half of them by either half of it.
-template <class T, int columns, int rows>
+// Rows [first, first + rows) of a tile, by all threads of the block.
+template <int blocks, class T, int columns, int rows>
 __device__ inline void bring(const Tile<T, columns, rows>& tile, const Rows& from, Index first) {
-    constexpr int each = rows / 2;
+    constexpr int each = rows * warpgroup_threads / threads<blocks>;
     const int row = static_cast<int>(threadIdx.x) / warpgroup_threads * each;
     copy_some_rows<each>(tile, row, from, first + row, static_cast<int>(threadIdx.x) % warpgroup_threads);
 }
 
-// x [16, n] = rows [row, row + 16) of left times rows of right, transposed.
-template <class T, int columns, int left_rows, int n>
-__device__ inline void multiply_transposed(Acc<64, n>& x, const Tile<T, columns, left_rows>& left, int row,
+// x [16, n], of each block of 16 rows from `row` on: rows of left times rows of right, transposed.
+template <class T, int columns, int left_rows, int n, int blocks>
+__device__ inline void multiply_transposed(Acc<64, n> (&x)[blocks], const Tile<T, columns, left_rows>& left, int row,
                                            const Tile<T, columns, n>& right, int lane) {
-    clear(x.x);
+    unrolled<blocks>([&](int r) { clear(x[r].x); });
 #pragma unroll
     for (int depth = 0; depth < columns / 16; ++depth) {
-        std::uint32_t a[4];
-        left.load_left(a, row, depth, lane);
+        std::uint32_t a[blocks][4];
+        unrolled<blocks>([&](int r) { left.load_left(a[r], row + 16 * r, depth, lane); });
         unrolled<n / 16>([&](int i) {
             std::uint32_t b[4];
             right.load_right(b, 16 * i, depth, lane);
-            ptx::multiply(x.x[2 * i], a, b[0], b[1], T());
-            ptx::multiply(x.x[2 * i + 1], a, b[2], b[3], T());
+            unrolled<blocks>([&](int r) {
+                ptx::multiply(x[r].x[2 * i], a[r], b[0], b[1], T());
+                ptx::multiply(x[r].x[2 * i + 1], a[r], b[2], b[3], T());
+            });
         });
     }
 }
 // x += left · right
-template <class T, int n, int columns>
-__device__ inline void add(Acc<64, columns>& x, const Left<T, n>& left, const Tile<T, columns, n>& right, int lane) {
-    unrolled<n / 16>([&](int depth) { add_product<T>(x.x, left.x[depth], right, depth, 0, lane); });
+template <class T, int n, int columns, int blocks>
+__device__ inline void add(Acc<64, columns> (&x)[blocks], const Left<T, n> (&left)[blocks],
+                           const Tile<T, columns, n>& right, int lane) {
+    unrolled<n / 16, columns / 16>([&](int depth, int i) {
+        std::uint32_t b[4];
+        right.load_right_mn_major(b, 16 * depth, i, lane);
+        unrolled<blocks>([&](int r) {
+            ptx::multiply(x[r].x[2 * i], left[r].x[depth], b[0], b[1], T());
+            ptx::multiply(x[r].x[2 * i + 1], left[r].x[depth], b[2], b[3], T());
+        });
+    });
 }
 
 // The lane's part of a bias of a tile of 16 rows and N columns, straight from memory: it is on its way while keys are

@@ -59,24 +59,31 @@ __device__ inline void walk(int tiles, const Bring& bring_tile, const Take& take
     ptx::wait_for_copies();
 }
 
-template <class T, int columns, bool biased>
+// blocks: of 16 rows of a warp.
+template <class T, int columns, bool biased, int blocks>
 struct Block {
     const GradientTiles<T, columns> m;
     const AttentionCall& call;
     const Gradients& grad;
     const AttentionSequence& s;
-    int head, first, row, lane;  // head: by key, of keys
+    int head, first, row, lane;  // head: by key, of keys; row: the warp's first of the block's
 
-    // Of the warp's rows, from a row and its place in `to`; whether one is not finite.
+    // The lane's row of the warp's r-th 16, from the block's first on.
+    __device__ int own(int r, int half) const { return row + 16 * r + lane / 4 + 8 * half; }
+    __device__ int of_64(int r) const { return (row + 16 * r) / 64 * 64; }
+
+    // Sums of rows to `to`, from row `begin` of the batch row on; whether one is not finite. used(r, half): of a row.
     template <class Used>
-    __device__ bool store(Acc<64, columns>& sum, int which, const View& to, Index batch, Index begin, Index rows,
-                          int channels, float factor, const Used& used) const {
+    __device__ bool store(Acc<64, columns> (&sum)[blocks], int which, const View& to, Index batch, Index begin,
+                          Index rows, int channels, float factor, const Used& used) const {
         bool finite = true;
-        for_rows([&](int half) { finite = finite && (!used(half) || sum.row_is_finite(half)); });
-        if (const Index at = first + row; to && at < rows)
-            store_rows(m.own(which), row, sum, to,
-                       batch * to.stride[0] + (begin + at) * to.stride[1] + head * to.stride[2], rows - at, channels,
-                       lane, [&](int half, float x) { return used(half) ? factor * x : 0.0F; });
+        unrolled<blocks>([&](int r) {
+            for_rows([&](int half) { finite = finite && (!used(r, half) || sum[r].row_is_finite(half)); });
+            if (const Index at = first + row + 16 * r; to && at < rows)
+                store_rows(m.own(which), row + 16 * r, sum[r], to,
+                           batch * to.stride[0] + (begin + at) * to.stride[1] + head * to.stride[2], rows - at,
+                           channels, lane, [&](int half, float x) { return used(r, half) ? factor * x : 0.0F; });
+        });
         return !finite;
     }
 
@@ -86,42 +93,50 @@ struct Block {
         const Rows v = Rows::of_keys(call.v, call, s, key_head, call.value_channels);
         const Span keys = keys_of_block<N>(call, s, first);
         const float c = exponent_scale(call, false);
-        RowTerm term[2];
-        for_rows([&](int half) {
-            term[half] = term_of<T>(call, grad.rows, s, head, first + row + lane / 4 + 8 * half, true);
+        RowTerm term[blocks][2];
+        Mask mask[blocks];
+        bool far = false;
+        unrolled<blocks>([&](int r) {
+            for_rows([&](int half) {
+                term[r][half] = term_of<T>(call, grad.rows, s, head, first + own(r, half), true);
+                far = far || term[r][half].top != 0;
+            });
+            mask[r] = Mask::of_queries(call, s, first + of_64(r), own(r, 0) - of_64(r));
         });
-        if (any(term[0].top != 0 || term[1].top != 0)) return true;
-        const Mask mask = Mask::of_queries(call, s, first + row / 64 * 64, row % 64 + lane / 4);
-        Acc<64, columns> dq{};
+        if (any<blocks>(far)) return true;
+        Acc<64, columns> dq[blocks] = {};
         const auto bring_tile = [&](int tile) {
             if (tile == 0) {
-                bring(m.own(0), Rows::of_queries(call.q, s, head, call.channels), first);
-                bring(m.own(1), Rows::of_queries(grad.d_o, s, head, call.value_channels), first);
+                bring<blocks>(m.own(0), Rows::of_queries(call.q, s, head, call.channels), first);
+                bring<blocks>(m.own(1), Rows::of_queries(grad.d_o, s, head, call.value_channels), first);
             }
-            bring(m.other(tile, 0), k, keys.begin + tile * N);
-            bring(m.other(tile, 1), v, keys.begin + tile * N);
+            bring<blocks>(m.other(tile, 0), k, keys.begin + tile * N);
+            bring<blocks>(m.other(tile, 1), v, keys.begin + tile * N);
         };
         walk((keys.end - keys.begin + N - 1) / N, bring_tile, [&](int tile) {
             const int at = keys.begin + tile * N;
-            BiasPairs<T, N, false, !biased> bias;
-            bias.fetch(call, s, head, first + row, at, lane);
-            Acc<64, N> p, ds;
+            BiasPairs<T, N, false, !biased> bias[blocks];
+            unrolled<blocks>([&](int r) { bias[r].fetch(call, s, head, first + row + 16 * r, at, lane); });
+            Acc<64, N> p[blocks], ds[blocks];
             multiply_transposed(p, m.own(0), row, m.other(tile, 0), lane);
             multiply_transposed(ds, m.own(1), row, m.other(tile, 1), lane);  // dP
-            p.each_pair([&](float& e, float& next, int half, int column) {
-                const float2 two = bias.at(half, column);
-                e = fmaf(e, c, fmaf(two.x, log2_e, -term[half].lse));
-                next = fmaf(next, c, fmaf(two.y, log2_e, -term[half].lse));
+            Left<T, N> weights[blocks];
+            unrolled<blocks>([&](int r) {
+                const RowTerm(&of)[2] = term[r];
+                p[r].each_pair([&](float& e, float& next, int half, int column) {
+                    const float2 two = bias[r].at(half, column);
+                    e = fmaf(e, c, fmaf(two.x, log2_e, -of[half].lse));
+                    next = fmaf(next, c, fmaf(two.y, log2_e, -of[half].lse));
+                });
+                if (mask[r].template hides<N>(at)) mask[r].hide(p[r], at, lane);
+                p[r].each([](float& e, int, int) { e = ptx::exp2(e); });
+                to_ds<T>(ds[r], p[r], false, [&](int half, int) { return float2{of[half].D, of[half].D}; });
+                ds[r].pack(weights[r]);
             });
-            if (mask.hides<N>(at)) mask.hide(p, at, lane);
-            p.each([](float& e, int, int) { e = ptx::exp2(e); });
-            to_ds<T>(ds, p, false, [&](int half, int) { return float2{term[half].D, term[half].D}; });
-            Left<T, N> weights;
-            ds.pack(weights);
             warp::add(dq, weights, m.other(tile, 0), lane);
         });
         return store(dq, 0, grad.dq, s.batch, s.q_begin, s.q_count, call.channels, gradient_scale<T>(call),
-                     [&](int half) { return first + row + lane / 4 + 8 * half < s.q_count; });
+                     [&](int r, int half) { return first + own(r, half) < s.q_count; });
     }
 
     // of_cache: rows that there are, though no sequence may use them.
@@ -132,16 +147,17 @@ struct Block {
                                         seeing_queries(call, s, min(Index(first + M), s.k_count) - 1).end);
         const int of_head = max(queries.end - queries.begin + N - 1, 0) / N;  // tiles
         const float c = exponent_scale(call, false);
-        const Mask mask = Mask::of_keys(call, s, first + row / 64 * 64, row % 64 + lane / 4);
-        Acc<64, columns> dk{}, dv{};
+        Mask mask[blocks];
+        unrolled<blocks>([&](int r) { mask[r] = Mask::of_keys(call, s, first + of_64(r), own(r, 0) - of_64(r)); });
+        Acc<64, columns> dk[blocks] = {}, dv[blocks] = {};
         const auto bring_tile = [&](int tile) {
             const int query_head = head * call.group + tile / of_head, at = queries.begin + tile % of_head * N;
             if (tile == 0) {
-                bring(m.own(0), Rows::of_keys(call.k, call, s, head, call.channels), first);
-                bring(m.own(1), Rows::of_keys(call.v, call, s, head, call.value_channels), first);
+                bring<blocks>(m.own(0), Rows::of_keys(call.k, call, s, head, call.channels), first);
+                bring<blocks>(m.own(1), Rows::of_keys(call.v, call, s, head, call.value_channels), first);
             }
-            bring(m.other(tile, 0), Rows::of_queries(call.q, s, query_head, call.channels), at);
-            bring(m.other(tile, 1), Rows::of_queries(grad.d_o, s, query_head, call.value_channels), at);
+            bring<blocks>(m.other(tile, 0), Rows::of_queries(call.q, s, query_head, call.channels), at);
+            bring<blocks>(m.other(tile, 1), Rows::of_queries(grad.d_o, s, query_head, call.value_channels), at);
             if (const int i = static_cast<int>(threadIdx.x); i < N) {
                 const RowTerm term = term_of<T>(call, grad.rows, s, query_head, at + i, false);
                 m.terms(tile)[i] = term.lse, m.terms(tile)[N + i] = term.D;
@@ -149,27 +165,31 @@ struct Block {
         };
         walk(of_head * call.group, bring_tile, [&](int tile) {
             const int query_head = head * call.group + tile / of_head, at = queries.begin + tile % of_head * N;
-            BiasPairs<T, N, true, !biased> bias;
-            bias.fetch(call, s, query_head, first + row, at, lane);
+            BiasPairs<T, N, true, !biased> bias[blocks];
+            unrolled<blocks>([&](int r) { bias[r].fetch(call, s, query_head, first + row + 16 * r, at, lane); });
             const float* const terms = m.terms(tile) + own_column(lane);
             const auto two = [terms](int i) { return *reinterpret_cast<const float2*>(terms + i); };
-            Acc<64, N> p, ds;
+            Acc<64, N> p[blocks], ds[blocks];
             multiply_transposed(p, m.own(0), row, m.other(tile, 0), lane);
             multiply_transposed(ds, m.own(1), row, m.other(tile, 1), lane);  // dP
-            p.each_pair([&](float& e, float& next, int half, int column) {
-                const float2 lse = two(column), of = bias.at(half, column);
-                e = ptx::exp2(fmaf(e, c, fmaf(of.x, log2_e, -lse.x)));
-                next = ptx::exp2(fmaf(next, c, fmaf(of.y, log2_e, -lse.y)));
+            Left<T, N> weights[blocks];
+            unrolled<blocks>([&](int r) {
+                p[r].each_pair([&](float& e, float& next, int half, int column) {
+                    const float2 lse = two(column), of = bias[r].at(half, column);
+                    e = ptx::exp2(fmaf(e, c, fmaf(of.x, log2_e, -lse.x)));
+                    next = ptx::exp2(fmaf(next, c, fmaf(of.y, log2_e, -lse.y)));
+                });
+                if (mask[r].template hides<N>(at)) mask[r].hide(p[r], at, lane, 0);
+                p[r].pack(weights[r]);
             });
-            if (mask.hides<N>(at)) mask.hide(p, at, lane, 0);
-            Left<T, N> weights;
-            p.pack(weights);
             warp::add(dv, weights, m.other(tile, 1), lane);
-            to_ds<T>(ds, p, false, [&](int, int column) { return two(N + column); });
-            ds.pack(weights);
+            unrolled<blocks>([&](int r) {
+                to_ds<T>(ds[r], p[r], false, [&](int, int column) { return two(N + column); });
+                ds[r].pack(weights[r]);
+            });
             warp::add(dk, weights, m.other(tile, 0), lane);
         });
-        const auto used = [&](int half) { return first + row + lane / 4 + 8 * half < s.k_count; };
+        const auto used = [&](int r, int half) { return first + own(r, half) < s.k_count; };
         const bool of_dk =
             store(dk, 0, grad.dk, s.key_batch, s.k_begin, of_cache, call.channels, gradient_scale<T>(call), used);
         return store(dv, 1, grad.dv, s.key_batch, s.k_begin, of_cache, call.value_channels, weight_unit<T>, used) ||
@@ -177,8 +197,8 @@ struct Block {
     }
 };
 
-template <class T, int columns, bool biased, bool by_key>
-__global__ void __launch_bounds__(threads, columns <= 64 ? 2 : 1)
+template <class T, int columns, bool biased, bool by_key, int blocks>
+__global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ? 2 : 1)
     warp_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     using Tiles = GradientTiles<T, columns>;
@@ -189,18 +209,18 @@ __global__ void __launch_bounds__(threads, columns <= 64 ? 2 : 1)
     bool left = by_key && redo.any[(sequences.first + at.i) * heads + head] != 0;  // a row of its queries is far
     if (!left) {
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        Block<T, columns, biased> block{{ptx::shared_address(ptx::shared_memory())},
-                                        call,
-                                        grad,
-                                        s,
-                                        head,
-                                        static_cast<int>(at.first),
-                                        16 * warp::own_warp(),
-                                        static_cast<int>(threadIdx.x) % 32};
+        Block<T, columns, biased, blocks> block{{ptx::shared_address(ptx::shared_memory())},
+                                                call,
+                                                grad,
+                                                s,
+                                                head,
+                                                static_cast<int>(at.first),
+                                                16 * blocks * warp::own_warp(),
+                                                static_cast<int>(threadIdx.x) % 32};
         if constexpr (by_key)
-            left = any(block.by_key(sequences.of_keys ? s.k_count : call.keys));
+            left = any<blocks>(block.by_key(sequences.of_keys ? s.k_count : call.keys));
         else
-            left = any(block.by_query());
+            left = any<blocks>(block.by_query());
     }
     if (threadIdx.x == 0) *redo.at(at, heads, head) = left ? 1 : 0;
 }
@@ -208,12 +228,13 @@ __global__ void __launch_bounds__(threads, columns <= 64 ? 2 : 1)
 template <bool by_key>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                 cudaStream_t stream) {
-    const dim3 blocks = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
-                               : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    const dim3 grid = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
+                             : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     with_tiles<128>(call, [&]<class T, int columns>() {
-        auto* const kernel = call.bias ? warp_gradient_kernel<T, columns, true, by_key>
-                                       : warp_gradient_kernel<T, columns, false, by_key>;
-        launch(kernel, {blocks, threads, GradientTiles<T, columns>::bytes}, stream,
+        constexpr int blocks = by_key && columns > 64 ? 1 : 2;  // dk and dv together are as large
+        auto* const kernel = call.bias ? warp_gradient_kernel<T, columns, true, by_key, blocks>
+                                       : warp_gradient_kernel<T, columns, false, by_key, blocks>;
+        launch(kernel, {grid, threads<blocks>, GradientTiles<T, columns>::bytes}, stream,
                by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", call,
                sequences, grad);
     });
