@@ -223,7 +223,8 @@ bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index
 void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                               cudaStream_t stream);
 
-// The same on cards without them, of less: bf16 and f16, D to 128, nothing added to scores but a bias of that type.
+// The same on cards without them, of less: bf16 and f16, D to 128, nothing added to scores but a mask and a bias of
+// that type.
 bool takes_warps(const AttentionCall& call, core::Device device);
 void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                          cudaStream_t stream);

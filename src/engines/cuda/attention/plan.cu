@@ -30,8 +30,8 @@ bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_c
 }
 bool takes_warps(const AttentionCall& call, core::Device device) {
     constexpr int most_channels = 128;
-    return takes_tiles(call, most_channels) && level_of(device) == Level::sm_80 && call.scale > 0 && !call.mask &&
-           !call.alibi_slopes && !call.bias_slopes && !(call.bias && call.softcap != 0);
+    return takes_tiles(call, most_channels) && level_of(device) == Level::sm_80 && call.scale > 0 &&
+           !call.alibi_slopes && !call.bias_slopes && (call.softcap == 0 || !(call.bias || call.mask));
 }
 
 // Each element is of one head of one sequence, and of one key. Slopes would have to come between ds and dbias, and a

@@ -68,24 +68,30 @@ __device__ inline void add(Acc<64, columns> (&x)[blocks], const Left<T, n> (&lef
     });
 }
 
-// The lane's part of a bias of a tile of 16 rows and N columns, straight from memory: it is on its way while keys are
-// multiplied. Rows are queries and columns keys, or with by_key the other way round. none: there is no bias.
+// The lane's part of what is added to a tile of 16 rows and N columns, straight from memory: it is on its way while
+// keys are multiplied. Rows are queries and columns keys, or with by_key the other way round. A mask is a bias of −∞.
+// none: nothing is added.
 template <class T, int N, bool by_key, bool none>
 class BiasPairs {
   public:
     __device__ void fetch(const AttentionCall& call, const AttentionSequence& s, int head, int row, int column,
                           int lane) {
         if constexpr (none) return;
-        const auto* const from = static_cast<const std::uint16_t*>(call.bias.data) +
-                                 s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1];
-        const auto one = [&](int i, int j) -> std::uint32_t {  // of row i and column j
+        const auto place = [&](const View& v, int group) {
+            return s.mask_batch * v.stride[0] + head / group * v.stride[1];
+        };
+        const auto* const bias = static_cast<const std::uint16_t*>(call.bias.data) + place(call.bias, call.bias_group);
+        const auto* const mask = static_cast<const std::uint8_t*>(call.mask.data) + place(call.mask, call.mask_group);
+        const auto one = [&](Index i, Index j) -> std::uint32_t {  // of row i and column j
             const Index query = by_key ? j : i, key = by_key ? i : j;
-            return query < s.q_count && key < s.k_count ? from[query * call.bias.stride[2] + key] : 0;
+            if (query >= s.q_count || key >= s.k_count) return 0;
+            if (call.mask && mask[query * call.mask.stride[2] + key * call.mask.stride[3]] == 0) return hidden;
+            return call.bias ? bias[query * call.bias.stride[2] + key] : 0;
         };
         unrolled<N / 8, 2>([&](int n, int half) {
             const int i = row + lane / 4 + 8 * half, j = column + 8 * n + own_column(lane);
-            if (!by_key && j + 1 < s.k_count)
-                two_[n][half] = ptx::load_word(from + i * call.bias.stride[2] + j, i < s.q_count);
+            if (!by_key && !call.mask && j + 1 < s.k_count)
+                two_[n][half] = ptx::load_word(bias + i * call.bias.stride[2] + j, i < s.q_count);
             else
                 two_[n][half] = one(i, j) | one(i, j + 1) << 16;
         });
@@ -98,6 +104,7 @@ class BiasPairs {
     }
 
   private:
+    static constexpr std::uint32_t hidden = type_of<T> == DType::f16 ? 0xfc00 : 0xff80;  // −∞
     std::uint32_t two_[none ? 1 : N / 8][2];
 };
 

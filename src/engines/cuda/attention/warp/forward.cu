@@ -163,7 +163,7 @@ void launch_warp_forward(const AttentionCall& call, const AttentionSequences& se
                     ForwardTiles<T, columns>::bytes},
                    stream, "attention forward by warps", call, sequences, out);
         };
-        call.bias ? launch_for.template operator()<true>() : launch_for.template operator()<false>();
+        call.bias || call.mask ? launch_for.template operator()<true>() : launch_for.template operator()<false>();
     });
 }
 

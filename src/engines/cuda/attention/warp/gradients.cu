@@ -232,8 +232,8 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                              : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     with_tiles<128>(call, [&]<class T, int columns>() {
         constexpr int blocks = by_key && columns > 64 ? 1 : 2;  // dk and dv together are as large
-        auto* const kernel = call.bias ? warp_gradient_kernel<T, columns, true, by_key, blocks>
-                                       : warp_gradient_kernel<T, columns, false, by_key, blocks>;
+        auto* const kernel = call.bias || call.mask ? warp_gradient_kernel<T, columns, true, by_key, blocks>
+                                                    : warp_gradient_kernel<T, columns, false, by_key, blocks>;
         launch(kernel, {grid, threads<blocks>, GradientTiles<T, columns>::bytes}, stream,
                by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", call,
                sequences, grad);
