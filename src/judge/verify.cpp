@@ -67,7 +67,7 @@ bool has_shortcuts(const io::Call& call) {
 // Whether the recurrence in f32 may explain what is wrong: it rounds a state as often as there are tokens, and errs by
 // little more than chunks do. Of many tokens it would take long, and much memory.
 bool may_go_by_token(const io::Call& call, const std::vector<Evidence>& evidence) {
-    constexpr double most_excess = 64, most_numbers = 1 << 27;
+    constexpr double most_excess = 64, most_numbers = 1 << 25;
     if (call.is_attention || call.delta.q.dtype() != DType::f32) return false;
     const auto size = [](const Tensor& t, std::size_t d) { return static_cast<double>(t.shape(d)); };
     return size(call.delta.k, 1) * size(call.delta.k, 3) * size(call.delta.v, 3) <= most_numbers &&

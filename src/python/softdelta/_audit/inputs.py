@@ -263,7 +263,7 @@ def views(op, draw, dtype):
     """Operands with other strides: heads first, rows of a larger tensor, one row for the whole batch. Large numbers."""
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     call = delta_call("views", draw, s, dtype, scale=0.7, beta=draw.uniform(0.1, 1, 1, *s.scalars[1:]).expand(s.scalars),
-                      v=16 * draw.normal(*s.values), d=16 * draw.normal(*s.values), state=16 * draw.normal(*s.states))
+                      v=32 * draw.normal(*s.values), d=16 * draw.normal(*s.values), state=32 * draw.normal(*s.states))
     call.layout.update(q="transposed", k="padded", v="padded", g="transposed", beta="expanded", do="transposed",
                        initial_state="transposed")
     return call
