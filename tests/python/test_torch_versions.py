@@ -19,11 +19,11 @@ def test_the_oldest_torch_is_that_of_the_package():
 
 
 def test_an_older_torch_is_refused(monkeypatch):
-    for version in ("2.6.1+cpu", "1.13.0"):
+    for version in ("2.9.1+cpu", "1.13.0"):
         monkeypatch.setattr(torch, "__version__", version)
-        with pytest.raises(ImportError, match=re.escape(f"softdelta.torch needs torch 2.7 or later, and this is torch {version}")):
+        with pytest.raises(ImportError, match=re.escape(f"softdelta.torch needs torch 2.10 or later, and this is torch {version}")):
             importlib.reload(sd)
-    for version in ("2.7.0a0", "2.10.1", "3.0"):
+    for version in ("2.10.0a0", "2.11.1", "3.0"):
         monkeypatch.setattr(torch, "__version__", version)
         importlib.reload(sd)
 

@@ -7,7 +7,7 @@ gated norm.
 import torch as _torch
 
 # The oldest torch with which tests pass, as pyproject.toml declares it.
-OLDEST = (2, 7)
+OLDEST = (2, 10)
 if tuple(map(int, _torch.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"softdelta.torch needs torch {OLDEST[0]}.{OLDEST[1]} or later, and this is torch {_torch.__version__}")
 
