@@ -12,6 +12,13 @@ __device__ inline float rank_of(float addend) {
     return isnan(addend) ? INFINITY : addend;
 }
 
+// Of a bias and a distance of keys: finite numbers stay finite, and −∞ masks whatever the slope.
+__device__ inline float sloped(float bias, float slope, float alibi, Index distance) {
+    if (!isfinite(bias)) return bias;
+    const float sum = slope * bias - alibi * static_cast<float>(distance < 0 ? -distance : distance);
+    return fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);
+}
+
 // What is added to the scores of a head, −∞ where a query may not see a key.
 class Addends {
   public:
@@ -22,7 +29,7 @@ class Addends {
           bias_(s.mask_batch * call.bias.stride[0] + head / call.bias_group * call.bias.stride[1]),
           kept_(call.kept == nullptr ? nullptr : call.kept + call.row_of(s, head)),
           bias_slope_(bias_slope(call, head)),
-          alibi_slope_(call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F) {}
+          alibi_slope_(alibi_slope(call, head)) {}
 
     __device__ float at(Index i, Index j) const {
         const float addend = before_selection(i, j);
@@ -31,17 +38,14 @@ class Addends {
     }
     __device__ float before_selection(Index i, Index j) const {
         if (i >= s_.q_count) return -INFINITY;
-        const KeyRange keys = visible_keys(call_, s_, i);
+        const Range keys = visible_keys(call_, s_, i);
         if (j < keys.begin || j >= keys.end) return -INFINITY;
         const Index* stride = call_.mask.stride;
         if (call_.mask && static_cast<const std::uint8_t*>(call_.mask.data)[mask_ + i * stride[2] + j * stride[3]] == 0)
             return -INFINITY;
         float bias = 0;
         if (call_.bias) bias = load(call_.bias, bias_ + i * call_.bias.stride[2] + j * call_.bias.stride[3]);
-        if (!isfinite(bias)) return bias;  // −∞ masks whatever the slope
-        const Index distance = i + s_.k_count - s_.q_count - j;
-        const float sum = bias_slope_ * bias - alibi_slope_ * static_cast<float>(distance < 0 ? -distance : distance);
-        return fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // finite numbers stay finite
+        return sloped(bias, bias_slope_, alibi_slope_, i + s_.k_count - s_.q_count - j);
     }
 
   private:

@@ -1,190 +1,13 @@
-// The backward pass: sums of every row once more, D, and then each gradient in a kernel of its own.
-#include "engines/cuda/attention/launch_kernels.h"
+// The backward pass: sums and terms of rows (far_rows.cu, row_terms.cu), and then each gradient in a kernel of its own.
+#include "engines/cuda/attention/far_rows.h"
 #include "engines/cuda/attention/passes.h"
 #include "engines/cuda/attention/rows.h"
-#include "engines/cuda/attention/split/split.h"
-#include "engines/cuda/device/grid.h"
+#include "engines/cuda/attention/sink_gradient.h"
 #include "engines/cuda/device/workspace.h"
-#include "engines/cuda/tile/lanes.h"
-#include "engines/cuda/tile/ptx.h"
 
 namespace softdelta::cuda {
 
 namespace {
-
-struct SavedRows {
-    View o, lse, d_o, dlse;
-    bool in_units = false;  // rows of o and do are whole units of 16 bytes of d_o's type
-    bool summed = false;    // the call has computed sums of rows
-    View ends{};            // packed lengths on the device: rows from the last on belong to no sequence
-    Index last = 0;
-};
-
-// Kernels of warpgroups take lse as one number: tiles with rows where it is far from 0 are summed once more, and what
-// the sink needs of them is taken again.
-enum class RowPass { only, warpgroups, again };
-
-// A warp has four queries of a head, so that four loads are under way.
-constexpr int term_warps = 4, term_rows = 4;
-class TermWarp {
-  public:
-    __device__ TermWarp(const AttentionCall& call, const AttentionSequences& packed, const SavedRows& saved,
-                        const RowTerms& out, RowPass pass, const Redo& far, int* far_heads)
-        : call_(call), packed_(packed), saved_(saved), out_(out), pass_(pass), far_(far), far_heads_(far_heads) {}
-
-    // term_rows rows from `first` on.
-    __device__ void run(Index first) const {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        Row rows[term_rows];
-        rows[0] = {first, first / call_.queries, first % call_.queries};
-#pragma unroll
-        for (int r = 1; r < term_rows; ++r) {
-            rows[r] = {first + r, rows[r - 1].batch, rows[r - 1].query + 1};
-            if (rows[r].query == call_.queries) ++rows[r].batch, rows[r].query = 0;
-        }
-        float D[term_rows];
-        if (saved_.in_units && saved_.d_o.dtype == DType::bf16) {
-            add_units(Plane(), rows, lane, D);
-        } else if (saved_.in_units) {
-            add_units(__half(), rows, lane, D);
-        } else {
-            for (int r = 0; r < term_rows; ++r) {
-                D[r] = 0;
-                for (int c = lane; counts(rows[r].number) && c < call_.value_channels; c += 32)
-                    D[r] = fmaf(load(saved_.d_o, at(saved_.d_o, rows[r]) + c * saved_.d_o.stride[3]),
-                                load(saved_.o, at(saved_.o, rows[r]) + c * saved_.o.stride[3]), D[r]);
-            }
-        }
-        float own = 0;  // of lane r: row r
-        Row row = rows[0];
-        unrolled<term_rows>([&](int r) {
-            const float sum = sum_of_warp(D[r]);
-            if (lane == r) own = sum, row = rows[r];
-        });
-        if (lane < term_rows && row.number < call_.total_queries) store(row, own);
-    }
-
-  private:
-    struct Row {
-        Index number, batch, query;
-    };
-    __device__ Index at(const View& v, const Row& row) const {
-        return row.batch * v.stride[0] + row.query * v.stride[1] + head_ * v.stride[2];
-    }
-    __device__ Index of_lse(const View& v, const Row& row) const {
-        return row.batch * v.stride[0] + head_ * v.stride[1] + row.query * v.stride[2];
-    }
-    __device__ bool counts(Index row) const {
-        return row < call_.total_queries &&
-               (!saved_.ends || row < load_index(saved_.ends, saved_.last * saved_.ends.stride[0]));
-    }
-
-    template <class T>
-    __device__ void add_units(T type, const Row (&rows)[term_rows], int lane, float (&D)[term_rows]) const {
-        const T *o[term_rows], *d_o[term_rows];
-        bool is[term_rows];
-        unrolled<term_rows>([&](int r) {
-            D[r] = 0, is[r] = counts(rows[r].number);
-            o[r] = static_cast<const T*>(saved_.o.data) + at(saved_.o, rows[r]);
-            d_o[r] = static_cast<const T*>(saved_.d_o.data) + at(saved_.d_o, rows[r]);
-        });
-        for (int c = 4 * lane; c < call_.value_channels; c += 128) {
-            uint2 x[term_rows] = {}, y[term_rows] = {};
-            unrolled<term_rows>([&](int r) {
-                if (is[r])
-                    x[r] = *reinterpret_cast<const uint2*>(d_o[r] + c),
-                    y[r] = *reinterpret_cast<const uint2*>(o[r] + c);
-            });
-            unrolled<term_rows>([&](int r) {
-                const float2 x0 = ptx::unpack(x[r].x, type), x1 = ptx::unpack(x[r].y, type);
-                const float2 y0 = ptx::unpack(y[r].x, type), y1 = ptx::unpack(y[r].y, type);
-                D[r] = fmaf(x1.y, y1.y, fmaf(x1.x, y1.x, fmaf(x0.y, y0.y, fmaf(x0.x, y0.x, D[r]))));
-            });
-        }
-    }
-
-    // By one thread.
-    __device__ void store(const Row& row, float D) const {
-        const Index at = head_ * call_.total_queries + row.number;
-        if (!counts(row.number)) {
-            if (out_.sink != nullptr) out_.sink[at] = 0;
-            return;
-        }
-        if (saved_.dlse) D -= load(saved_.dlse, of_lse(saved_.dlse, row));
-        out_.D[at] = D;
-
-        // A saved lse may be that of more keys than these; one that is far from 0 has lost its logarithm.
-        const float lse = saved_.lse ? load(saved_.lse, of_lse(saved_.lse, row)) : INFINITY;
-        const bool far = is_far(lse), near = isfinite(lse) && !far;
-        if (near || (saved_.lse && pass_ == RowPass::warpgroups && !(far && saved_.summed))) {
-            out_.sums.top[at] = lse;
-            out_.sums.log_sum[at] = 0;
-        }
-        if (pass_ == RowPass::warpgroups && is_far(out_.sums.top[at] + out_.sums.log_sum[at])) mark_far(row);
-        if (out_.sink == nullptr) return;
-        const float sink = load(call_.sink, head_ * call_.sink.stride[0]);
-        float probability = sink == INFINITY ? 1.0F : 0.0F;
-        if (isfinite(sink)) probability = expf((sink - out_.sums.top[at]) - out_.sums.log_sum[at]);
-        out_.sink[at] = probability != 0 ? probability * D : 0.0F;
-    }
-
-    // By any thread that finds such a row.
-    __device__ void mark_far(const Row& row) const {
-        const int batch = static_cast<int>(row.batch), tile = static_cast<int>(row.query / tile_rows);
-        const RowTile of = packed_.of_queries ? packed_.tile_of_query(row.query) : RowTile{batch, batch, tile, 0};
-        if (!of) return;
-        far_heads_[of.i * (call_.heads / call_.group) + head_ / call_.group] = 1;
-        if (saved_.summed) return;
-        *far_.at(of, call_.heads, head_) = 1;
-        *far_.any = 1;
-    }
-
-    const AttentionCall& call_;
-    const AttentionSequences& packed_;
-    const SavedRows& saved_;
-    const RowTerms& out_;
-    RowPass pass_;
-    const Redo& far_;
-    int *far_heads_, head_ = static_cast<int>(blockIdx.y);
-};
-__global__ void __launch_bounds__(32 * term_warps)
-    row_term_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences packed,
-                    const __grid_constant__ SavedRows saved, const __grid_constant__ RowTerms out, RowPass pass,
-                    const __grid_constant__ Redo far, int* far_heads) {
-    ptx::follow_launch_before();
-    if (pass == RowPass::again && *far.any == 0) return;
-    const TermWarp warp(call, packed, saved, out, pass, far, far_heads);
-    const Index step = Index(gridDim.x) * term_warps * term_rows;
-    for (Index first = (Index(blockIdx.x) * term_warps + threadIdx.x / 32) * term_rows; first < call.total_queries;
-         first += step)
-        warp.run(first);
-}
-
-constexpr int sum_threads = 256;
-__global__ void __launch_bounds__(sum_threads)
-    sink_gradient_kernel(const __grid_constant__ RowTerms rows, Index count, View dsink) {
-    auto* parts = reinterpret_cast<double*>(ptx::shared_memory());
-    const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.x);
-    double sum = 0;
-    for (Index i = thread; i < count; i += sum_threads) sum += static_cast<double>(rows.sink[head * count + i]);
-    parts[thread] = sum;
-    for (int step = sum_threads / 2; step > 0; step /= 2) {
-        __syncthreads();
-        if (thread < step) parts[thread] += parts[thread + step];
-    }
-    if (thread == 0) store(dsink, head * dsink.stride[0], -static_cast<float>(parts[0]));
-}
-
-// dbias of packed sequences where no tile of keys is. By blocks for each head and sequence.
-__global__ void __launch_bounds__(sum_threads)
-    clear_bias_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
-    const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
-    const Index from = (s.k_count + tile_rows - 1) / tile_rows * tile_rows, width = grad.bias_keys - from;
-    const Index* stride = grad.dbias.stride;
-    const Index base = s.mask_batch * stride[0] + Index(blockIdx.x) * stride[1] + from * stride[3];
-    for (Index e = threadIdx.x; width > 0 && e < grad.bias_queries * width; e += sum_threads)
-        store(grad.dbias, base + e / width * stride[2] + e % width * stride[3], 0);
-}
 
 struct Memory {
     RowTerms rows;
@@ -246,18 +69,23 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
 }
 
 View dense_rows(float* data, const AttentionCall& call) {
-    View v;
-    v.data = data;
-    v.dtype = core::DType::f32;
-    v.stride[3] = 1;
-    v.stride[2] = call.value_channels;
-    v.stride[1] = call.heads * v.stride[2];
-    v.stride[0] = call.queries * v.stride[1];
-    return v;
+    const Index row = call.heads * Index(call.value_channels);
+    return {data, DType::f32, {call.queries * row, row, call.value_channels, 1}};
+}
+
+SavedRows saved_rows(const core::AttentionInputs& in, const AttentionCall& call, const core::AttentionGradients& grad,
+                     const View& o) {
+    SavedRows s{grad.o ? view_of(grad.o) : o, grad.lse.dtype == DType::f32 ? view_of(grad.lse) : View(),
+                view_of(grad.d_o), view_of(grad.dlse)};
+    if (const core::Tensor& t = in.cu_seqlens_q; t && !t.device.is_cpu()) s.ends = view_of(t), s.last = t.shape[0] - 1;
+    const DType type = s.d_o.dtype;
+    s.in_units = (type == DType::bf16 || type == DType::f16) && has_units(s.o, call.value_channels, type) &&
+                 has_units(s.d_o, call.value_channels, type);
+    return s;
 }
 
 int planes_with(const core::Tensor& d_o, const core::AttentionInputs& in) {
-    return d_o.dtype == core::DType::bf16 ? planes_of(in) : 3;
+    return d_o.dtype == DType::bf16 ? planes_of(in) : 3;
 }
 
 Gradients gradients_of(const core::AttentionGradients& grad) {
@@ -282,12 +110,8 @@ StoredScores scores_of_dbias(const Gradients& grad) {
 StoredScores scores_in(const Memory& memory, Index row, const AttentionCall& call, const AttentionSequences& s,
                        int first_head, int heads) {
     StoredScores ds;
-    ds.view.data = memory.ds;
-    ds.view.dtype = call.q.dtype;
-    ds.view.stride[3] = 1;
-    ds.view.stride[2] = row;
-    ds.view.stride[1] = call.queries * row;
-    ds.view.stride[0] = heads * ds.view.stride[1];
+    const Index of_head = call.queries * row;
+    ds.view = {memory.ds, call.q.dtype, {heads * of_head, of_head, row, 1}};
     ds.first_sequence = s.first, ds.first_head = first_head;
     ds.sequences = s.count, ds.heads = heads, ds.queries = call.queries, ds.keys = call.keys;
     return ds;
@@ -295,10 +119,7 @@ StoredScores scores_in(const Memory& memory, Index row, const AttentionCall& cal
 // Sums over queries, of each sequence and head.
 StoredScores sums_of_keys(const Memory& memory, const AttentionCall& call, int sequences) {
     StoredScores ds;
-    ds.view.data = memory.key_sums;
-    ds.view.stride[3] = 1;
-    ds.view.stride[1] = memory.bias.row;
-    ds.view.stride[0] = call.heads * ds.view.stride[1];
+    ds.view = {memory.key_sums, DType::f32, {call.heads * memory.bias.row, memory.bias.row, 0, 1}};
     ds.sequences = sequences, ds.heads = call.heads, ds.queries = 1, ds.keys = call.keys;
     return ds;
 }
@@ -336,53 +157,14 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     if (memory.kept != nullptr)
         for_each([&](const AttentionSequences& s) { launch_selection(call, s, memory.kept, stream); });
     call.kept = memory.kept;
-    SavedRows saved{grad.o ? view_of(grad.o) : sums.o, grad.lse.dtype == core::DType::f32 ? view_of(grad.lse) : View(),
-                    wanted.d_o, view_of(grad.dlse)};
-    if (const core::Tensor& t = in.cu_seqlens_q; t && !t.device.is_cpu())
-        saved.ends = view_of(t), saved.last = t.shape[0] - 1;
-    const DType of_do = saved.d_o.dtype;
-    saved.in_units = (of_do == DType::bf16 || of_do == DType::f16) && has_units(saved.o, call.value_channels, of_do) &&
-                     has_units(saved.d_o, call.value_channels, of_do);
-    const auto add_up = [&](bool in_tiles, const Redo& redo) {
-        sums.redo = redo;
-        // Far rows where nothing is added to scores are seldom: kernels of planes take them without another launch.
-        const bool left = sums.far_lse && !call.mask && !call.bias && !call.alibi_slopes;
-        for_each([&](const AttentionSequences& s) {
-            if (in_tiles && split && !left) launch_split_forward(call, s, memory.split, sums, stream);
-            if (in_tiles && warpgroups && !left) launch_warpgroup_forward(call, s, sums, stream);
-            if (in_tiles && warps && !left) launch_warp_forward(call, s, sums, stream);
-            launch_attention_forward(call, s, planes, sums, stream);
-        });
-    };
-    const auto take_terms = [&](RowPass pass) {
-        const Index all = (call.total_queries + term_warps * term_rows - 1) / (term_warps * term_rows);
-        const bool few = pass == RowPass::again;
-        launch(row_term_kernel,
-               {dim3(few ? few_blocks(all, call.heads) : static_cast<unsigned>(all), static_cast<unsigned>(call.heads)),
-                32 * term_warps, 0, few && !warps},
-               stream, "attention's row terms", call, packed, saved, memory.rows, pass, memory.queries,
-               memory.far_heads);
-    };
     if (split) for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
     if (warpgroups || warps || split) {
         memory.queries.early = memory.keys.early = !warps;
-        saved.summed = memory.o != nullptr || !saved.lse;
-        if (saved.summed) add_up(true, memory.queries);
-        const int* const end = memory.far_heads + core::sequence_count(in) * (call.heads / call.group);
-        check(cudaMemsetAsync(memory.queries.blocks, 0,
-                              static_cast<std::size_t>(end - memory.queries.blocks) * sizeof(int), stream),
-              "memory for the call");
-        take_terms(RowPass::warpgroups);
-        if (!saved.summed) {
-            sums.far_lse = saved.lse;
-            add_up(true, memory.queries);
-            if (grad.dsink) take_terms(RowPass::again);
-        }
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
-    } else {
-        add_up(false, {});
-        take_terms(RowPass::only);
     }
+    sums.redo = memory.queries;
+    sum_rows(in, call, packed, {warpgroups, warps, split ? &memory.split : nullptr, planes},
+             saved_rows(in, call, grad, sums.o), sums, memory.rows, memory.far_heads, stream);
 
     const bool bias_by_key = warpgroups && takes_bias_gradient(call, wanted, core::sequence_count(in));
     const BiasPlan bias = warpgroups && !bias_by_key ? memory.bias : BiasPlan();
@@ -391,10 +173,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     const StoredScores key_sums = sums_of_keys(memory, call, static_cast<int>(core::sequence_count(in)));
     if (bias.of_keys > 0) by_key.dbias = key_sums.view;
     if (by_key.dbias && wanted.bias_queries != 1) by_key.ds = scores_of_dbias(wanted);
-    if (bias_by_key && packed.of_keys)
-        launch(clear_bias_kernel,
-               {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(packed.count)), sum_threads}, stream,
-               "attention's gradient of bias", packed, by_key);
+    if (bias_by_key && packed.of_keys) launch_clear_bias(call, packed, by_key, stream);
     const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
     const bool from_stored = wanted.dq && call.q.dtype == DType::bf16;
     const auto take_part = [&](const AttentionSequences& s, const ScorePlan& of, int head, bool all_scores) {
@@ -459,10 +238,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
             launch_bias_gradient(call, s, planes, of_bias, stream);
         }
     });
-    if (grad.dsink)
-        launch(sink_gradient_kernel,
-               {dim3(static_cast<unsigned>(call.heads)), sum_threads, sum_threads * static_cast<int>(sizeof(double))},
-               stream, "attention's gradient of the sink", memory.rows, call.total_queries, view_of(grad.dsink));
+    if (grad.dsink) launch_sink_gradient(call, memory.rows, view_of(grad.dsink), stream);
 }
 
 }  // namespace softdelta::cuda

@@ -94,6 +94,17 @@ __global__ void __launch_bounds__(threads) bias_sum_kernel(const __grid_constant
     });
 }
 
+// dbias of packed sequences where no tile of keys is: a block has a head of a sequence.
+__global__ void __launch_bounds__(threads)
+    clear_bias_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
+    const Index from = (s.k_count + tile_rows - 1) / tile_rows * tile_rows, width = grad.bias_keys - from;
+    const Index* stride = grad.dbias.stride;
+    const Index base = s.mask_batch * stride[0] + Index(blockIdx.x) * stride[1] + from * stride[3];
+    for (Index e = threadIdx.x; width > 0 && e < grad.bias_queries * width; e += threads)
+        store(grad.dbias, base + e / width * stride[2] + e % width * stride[3], 0);
+}
+
 }  // namespace
 
 void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const Gradients& grad, float* kept, bool first,
@@ -107,10 +118,8 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
     turn.first_head = ds.first_head / turn.heads_each;
     turn.heads = (ds.first_head + static_cast<int>(ds.heads) - 1) / turn.heads_each + 1 - turn.first_head;
     turn.queries = grad.bias_queries, turn.keys = grad.bias_keys;
-    const Index units = turn.queries * ((turn.keys + unit - 1) / unit);
-    const Grid grid{dim3(static_cast<unsigned>((units + threads - 1) / threads), static_cast<unsigned>(turn.heads),
-                         turn.shares_sequences ? 1u : static_cast<unsigned>(ds.sequences)),
-                    threads};
+    const Index units = turn.queries * blocks_of(turn.keys, unit);
+    const Grid grid{{blocks_of(units, threads), turn.heads, turn.shares_sequences ? 1 : ds.sequences}, threads};
     const auto with = [&]<class T>(T) {
         launch(bias_sum_kernel<T>, grid, stream, "attention's gradient of a shared bias", turn);
     };
@@ -120,6 +129,12 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
         with(__half());
     else
         with(0.0F);
+}
+
+void launch_clear_bias(const AttentionCall& call, const AttentionSequences& packed, const Gradients& grad,
+                       cudaStream_t stream) {
+    launch(clear_bias_kernel, {Blocks(call.heads, packed.count), threads}, stream, "attention's gradient of bias",
+           packed, grad);
 }
 
 }  // namespace softdelta::cuda

@@ -5,6 +5,7 @@
 
 #include "core/attention.h"
 #include "engines/cuda/attention/passes.h"
+#include "engines/cuda/device/launch.h"
 #include "engines/cuda/device/view.h"
 
 namespace softdelta::cuda {
@@ -23,6 +24,14 @@ struct AttentionSequence {
     Index batch, key_batch, mask_batch;
     Index q_begin, q_count, k_begin, k_count;
 };
+
+// Where row i of a sequence's head lies, of a tensor [B, L, H, D] of queries or of keys that are in no blocks.
+__device__ inline Index query_row(const View& v, const AttentionSequence& s, Index i, int head) {
+    return s.batch * v.stride[0] + (s.q_begin + i) * v.stride[1] + head * v.stride[2];
+}
+__device__ inline Index key_row(const View& v, const AttentionSequence& s, Index j, int head) {
+    return s.key_batch * v.stride[0] + (s.k_begin + j) * v.stride[1] + head * v.stride[2];
+}
 
 struct AttentionCall {
     View q, k, v, mask, bias, sink, alibi_slopes, bias_slopes, block_table;
@@ -99,9 +108,10 @@ struct Lengths {
 // Rows of queries or keys that a block of warpgroups has, and a flag of Redo.
 inline constexpr int tile_rows = 128;
 
-// Where rows of a block lie: in sequence i of a launch, from row `first` on, in tile `tile` of the flags of `unit`.
+// Where rows of a block lie: in sequence i of a launch, from row `first` on, in tile `tile` of the flags of `group`
+// (redo.h).
 struct RowTile {
-    int i, unit, tile;
+    int i, group, tile;
     Index first;
 
     __device__ explicit operator bool() const { return i >= 0; }
@@ -190,12 +200,10 @@ struct AttentionSequences {
 };
 
 // A grid of x blocks for each tile of so many rows of so many sequences, or of the list.
-inline dim3 tile_blocks(Index x, const TileList& list, Index rows, int sequences) {
-    if (!list)
-        return dim3(static_cast<unsigned>(x), static_cast<unsigned>((rows + tile_rows - 1) / tile_rows),
-                    static_cast<unsigned>(sequences));
-    const unsigned all = static_cast<unsigned>(list.most), y = std::clamp(all, 1u, 65535u);
-    return dim3(static_cast<unsigned>(x), y, (all + y - 1) / y);
+inline Blocks tile_blocks(Index x, const TileList& list, Index rows, int sequences) {
+    if (!list) return {x, blocks_of(rows, tile_rows), sequences};
+    const Index y = std::clamp(list.most, 1, 65535);
+    return {x, y, blocks_of(list.most, y)};
 }
 
 // with.template operator()<planes, columns>() for the smallest kernel that holds the call's channels.
@@ -209,15 +217,16 @@ void with_kernel(const AttentionCall& call, int planes, const With& with) {
     return with.template operator()<3, 256>();
 }
 
-// The factor of a query head's bias.
+// The factors of a query head's bias, and of distances.
 __device__ inline float bias_slope(const AttentionCall& call, int head) {
     return call.bias_slopes ? load(call.bias_slopes, head * call.bias_slopes.stride[0]) : 1.0F;
 }
+__device__ inline float alibi_slope(const AttentionCall& call, int head) {
+    return call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F;
+}
 
-struct KeyRange {
-    Index begin, end;
-};
-struct QueryRange {
+// Of keys, or of queries.
+struct Range {
     Index begin, end;
 };
 
@@ -235,13 +244,13 @@ __device__ inline Diagonals diagonals(const AttentionCall& call, const Attention
 }
 
 // The keys that causal and window leave to query i: neither end falls as i grows.
-__device__ inline KeyRange visible_keys(const AttentionCall& call, const AttentionSequence& s, Index i) {
+__device__ inline Range visible_keys(const AttentionCall& call, const AttentionSequence& s, Index i) {
     const Diagonals d = diagonals(call, s);
     const auto clamp = [&s](Index j) { return min(max(j, Index(0)), s.k_count); };
     return {clamp(i + d.left), clamp(i + d.right + 1)};
 }
 // The queries that key j is left to.
-__device__ inline QueryRange seeing_queries(const AttentionCall& call, const AttentionSequence& s, Index j) {
+__device__ inline Range seeing_queries(const AttentionCall& call, const AttentionSequence& s, Index j) {
     const Diagonals d = diagonals(call, s);
     const auto clamp = [&s](Index i) { return min(max(i, Index(0)), s.q_count); };
     return {clamp(j - d.right), clamp(j - d.left + 1)};

@@ -53,7 +53,7 @@ class Decode {
 
     __device__ void run() {
         load_queries();
-        const KeyRange keys = keys_of_split();
+        const Range keys = keys_of_split();
         const AttentionSequence s = s_;  // what functions out of line point to is not in registers
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head_, call_.value_channels);
@@ -83,10 +83,10 @@ class Decode {
     __device__ ValueTile values(int stage) const { return {keys(stage).base + static_cast<std::uint32_t>(key_bytes)}; }
 
     // The keys that any query sees, cut into ranges of whole steps of the block.
-    __device__ KeyRange keys_of_split() {
+    __device__ Range keys_of_split() {
         const int last = query_of(min(first_row_ + block_rows, rows()) - 1);
-        const KeyRange first_sees = visible_keys(call_, s_, query_of(first_row_));
-        const KeyRange last_sees = visible_keys(call_, s_, last);
+        const Range first_sees = visible_keys(call_, s_, query_of(first_row_));
+        const Range last_sees = visible_keys(call_, s_, last);
         all_ = {last_sees.begin, first_sees.end};
         constexpr int step = warps * step_keys;
         const Index begin = first_sees.begin / step_keys * step_keys;
@@ -231,7 +231,7 @@ class Decode {
                    lane_ = static_cast<int>(threadIdx.x) % 32;
     std::uint32_t base_ = ptx::shared_address(ptx::shared_memory());
     int first_channel_, first_row_, key_head_, value_channels_;
-    KeyRange all_{};  // keys that all rows see
+    Range all_{};  // keys that all rows see
     Acc<16, value_columns> o_{};
     float top_[2] = {-INFINITY, -INFINITY}, sum_[2] = {};
 };
@@ -248,7 +248,7 @@ constexpr int combine_warps = 8, most_splits = 256;
 __global__ void __launch_bounds__(32 * combine_warps)
     combine_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                    const __grid_constant__ DecodeParts parts, const __grid_constant__ ForwardOutputs out,
-                   float weight_unit) {
+                   float weight_scale) {
     const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
     const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
     const int i = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
@@ -271,14 +271,13 @@ __global__ void __launch_bounds__(32 * combine_warps)
         if (warp == 0) factors[lane + 32 * n] = factor;
         sum = fmaf(factor, ends[n].y, sum);
     });
-    sum = sum_of_warp(sum) * weight_unit;
+    sum = sum_of_warp(sum) * weight_scale;
     const RowEnd end = end_of_row(call, head, top, sum, seen);
-    const KeyRange keys = visible_keys(call, s, i);
-    bool nonfinite =
-        !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && keys.begin < keys.end);
+    const Range keys = visible_keys(call, s, i);
+    bool nonfinite = is_lost(call, sum, seen, keys.begin < keys.end);
     if (thread == 0) store_row_end(call, out, s, head, i, end);
 
-    const float scale = weight_unit * end.scale;
+    const float scale = weight_scale * end.scale;
     for (int begin = 0; begin < call.value_channels; begin += 128) {
         __syncthreads();
         float4 o{};
@@ -318,13 +317,13 @@ bool takes_decode(const AttentionCall& call, bool packed) {
 }
 
 DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts) {
-    // Few units: one block for each place of a large card, which begins once. Many: so many blocks that those of the
-    // last turn do not matter.
-    constexpr Index one_turn = 256, some_turns = 1024, few_units = 32, fewest_keys = 256;
+    // Few tiles of rows: one block for each place of a large card, which begins once. Many: so many blocks that those
+    // of the last turn do not matter.
+    constexpr Index one_turn = 256, some_turns = 1024, few_tiles = 32, fewest_keys = 256;
     const Index tiles = (call.queries * call.group + block_rows - 1) / block_rows;
-    const Index units = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
+    const Index all = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
     DecodeParts p;
-    const Index wanted = units <= few_units ? one_turn / units : (some_turns + units - 1) / units;
+    const Index wanted = all <= few_tiles ? one_turn / all : blocks_of(some_turns, all);
     p.splits =
         static_cast<int>(std::clamp<Index>(wanted, 1, std::clamp<Index>(call.keys / fewest_keys, 1, most_splits)));
     const Index count = sequences * call.heads * call.queries * p.splits;
@@ -338,8 +337,7 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
     const auto with = [&]<class T, int columns, int value_columns>() {
         const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
-        const dim3 blocks(static_cast<unsigned>(call.heads / call.group * tiles * slices),
-                          static_cast<unsigned>(parts.splits), static_cast<unsigned>(sequences.count));
+        const Blocks blocks(call.heads / call.group * tiles * slices, parts.splits, sequences.count);
         with_room<Decode<T, columns, value_columns, false>::shared_bytes>([&]<bool small>() {
             using D = Decode<T, columns, value_columns, small>;
             launch(decode_kernel<D>, {blocks, D::threads, D::shared_bytes}, stream, "attention of few queries", call,
@@ -359,15 +357,12 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
     else
         with_type(Plane());
     check(
-        cudaMemsetAsync(out.redo.of_unit(sequences.first, call.heads), 0,
+        cudaMemsetAsync(out.redo.of_group(sequences.first, call.heads), 0,
                         static_cast<std::size_t>(sequences.count * call.heads * out.redo.count) * sizeof(int), stream),
         "memory for the call");
     constexpr int shared_bytes = (most_splits + combine_warps * 128) * static_cast<int>(sizeof(float));
-    launch(combine_kernel,
-           {dim3(static_cast<unsigned>(call.heads), static_cast<unsigned>(sequences.count),
-                 static_cast<unsigned>(call.queries)),
-            32 * combine_warps, shared_bytes},
-           stream, "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
+    launch(combine_kernel, {{call.heads, sequences.count, call.queries}, 32 * combine_warps, shared_bytes}, stream,
+           "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
 }
 
 }  // namespace softdelta::cuda

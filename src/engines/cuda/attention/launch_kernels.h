@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "engines/cuda/attention/call.h"
-#include "engines/cuda/device/launch.h"
+#include "engines/cuda/attention/redo.h"
 #include "engines/cuda/device/workspace.h"
 #include "engines/cuda/tile/tma.h"
 
@@ -15,82 +14,6 @@ namespace softdelta::cuda {
 struct RowSums {
     float *top = nullptr, *log_sum = nullptr;
 };
-
-// Blocks of rows of a head that kernels of warpgroups leave to the others, because a number in them is not finite:
-// those multiply no Inf or NaN by a weight of 0. Without flags the others take all.
-inline constexpr int warpgroup_rows = tile_rows;
-inline constexpr Index most_warpgroup_rows = Index(65535) * warpgroup_rows;  // a grid has so many blocks along y
-struct Redo {
-    int *blocks = nullptr, *any = nullptr;  // [units, heads, tiles]: units are sequences, or all packed ones together
-    Index count = 0, size = 0;              // tiles of a head; all flags. any: whether a row of queries is far in the
-                                            // call, and for keys in each [sequence, key head]
-    bool early = false;  // on Hopper: kernels that repeat blocks begin while the one before ends, and wait for it
-
-    int* of_unit(int unit, int heads) const { return blocks + Index(unit) * heads * count; }
-    __device__ int* at(const RowTile& tile, int heads, int head) const {
-        return blocks + (Index(tile.unit) * heads + head) * count + tile.tile;
-    }
-    __device__ bool takes(const RowTile& tile, int heads, int head) const {
-        return blocks == nullptr || *at(tile, heads, head) != 0;
-    }
-    // Whether it takes any rows of a head; for all threads of a block.
-    __device__ bool takes_any(int unit, int heads, int head) const {
-        if (blocks == nullptr) return true;
-        bool any = false;
-        const int* flags = blocks + (Index(unit) * heads + head) * count;
-        for (Index i = threadIdx.x; i < count; i += blockDim.x) any = any || flags[i] != 0;
-        return ptx::any(1, static_cast<int>(blockDim.x), any);
-    }
-    // An entry of a list without a tile.
-    __device__ void clear(const RowTile& tile, int heads, int head) const {
-        if (tile.tile >= 0 && threadIdx.x == 0) *at(tile, heads, head) = 0;
-    }
-    __host__ __device__ bool may_take_none() const { return blocks != nullptr; }
-};
-
-// Kernels that may have nothing to do have few blocks of threads: each asks for its head, and takes several blocks of
-// rows if it has to. Of these there are so many for each of `heads` heads.
-inline unsigned few_blocks(Index blocks_of_rows, Index heads) {
-    const Index few = 2 * multiprocessors();
-    return static_cast<unsigned>(std::min(blocks_of_rows, std::max(few / heads, Index(1))));
-}
-// use.template operator()<few>(): a loop takes more registers than kernels have that compute all.
-template <class Use>
-void with_few(const Redo& redo, const Use& use) {
-    if (redo.may_take_none()) return use.template operator()<true>();
-    use.template operator()<false>();
-}
-// Blocks of `step` rows, which tiles have whole: of so many rows of a sequence, or of the list.
-__host__ __device__ inline Index row_blocks(const TileList& list, Index rows, int step) {
-    return list ? Index(list.most) * (tile_rows / step) : (rows + step - 1) / step;
-}
-// A grid of these blocks, or of few; heads; and sequences.
-template <bool few>
-dim3 row_block_grid(Index blocks, Index heads, const TileList& list, const AttentionSequences& sequences) {
-    const int z = list ? 1 : sequences.count;
-    return dim3(few ? few_blocks(blocks, heads * z) : static_cast<unsigned>(blocks), static_cast<unsigned>(heads),
-                static_cast<unsigned>(z));
-}
-// take(rows) for each of these blocks that a block of threads has; none where few blocks find no flag. Few blocks may
-// be launched early: who calls this waits for the launch before.
-template <bool few, class Take>
-__device__ void for_each_block(const Redo& redo, const AttentionSequences& sequences, const TileList& list, int heads,
-                               int head, Index rows, int step, const Take& take) {
-    const auto take_block = [&](Index block) {
-        RowTile at = sequences.tile(list, static_cast<int>(block * step / tile_rows));
-        at.first += block * step % tile_rows;
-        if (at) take(at);
-    };
-    if constexpr (few) {
-        if (!redo.takes_any(list ? 0 : sequences.first + static_cast<int>(blockIdx.z), heads, head)) return;
-        for (Index block = blockIdx.x; block < row_blocks(list, rows, step); block += gridDim.x) {
-            take_block(block);
-            __syncthreads();  // its tiles are read
-        }
-    } else {
-        take_block(blockIdx.x);
-    }
-}
 
 // Tables of packed sequences, in the call's memory; none where nothing is packed.
 struct Places {
@@ -136,18 +59,7 @@ void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& ca
     }
 }
 
-// Flags of tiles of a call's queries, or of its keys.
-Redo redo_of_queries(const core::AttentionInputs& in, MemoryParts& parts);
-Redo redo_of_keys(const core::AttentionInputs& in, MemoryParts& parts);
-
-// Rows whose lse is so far from 0 that one number holds no logarithm beside the maximum: those of a query that sees
-// only keys masked by a huge number, say.
-__device__ inline bool is_far(float lse) {
-    constexpr float near = 1024;
-    return fabsf(lse) > near && !isinf(lse);  // NaN is not
-}
-
-// far_lse: sums of rows alone whose saved lse is far; a kernel of warpgroups takes only tiles that redo names.
+// far_lse: sums of far rows alone (far_rows.h); a kernel of warpgroups takes only tiles that redo names.
 struct ForwardOutputs {
     View o, lse;
     RowSums sums;
@@ -260,6 +172,9 @@ BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions
 // Adds ds of some sequences and heads to dbias; the first and the last turn of these sums.
 void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const Gradients& grad, float* kept, bool first,
                       bool last, cudaStream_t stream);
+// Clears dbias of packed sequences where no tile of keys is.
+void launch_clear_bias(const AttentionCall& call, const AttentionSequences& packed, const Gradients& grad,
+                       cudaStream_t stream);
 
 // dq, dk and dv: blocks for 64 queries of a head, and for 64 keys of a key head. dbias: a block for a tile of it.
 void launch_gradients(const AttentionCall& call, const AttentionSequences& sequences, int planes, const Gradients& grad,

@@ -98,10 +98,10 @@ void move_to_device(Lengths& lengths, const core::Tensor& t, Index* to, cudaStre
 int tiles_of(Index rows, Index sequences) {
     return static_cast<int>(rows / tile_rows + sequences);
 }
-Redo take_redo(Index units, Index heads, Index tiles, MemoryParts& parts) {
+Redo take_redo(Index groups, Index heads, Index tiles, MemoryParts& parts) {
     Redo redo;
     redo.count = tiles;
-    redo.size = units * heads * tiles;
+    redo.size = groups * heads * tiles;
     redo.blocks = parts.take<int>(redo.size + 1);
     redo.any = redo.blocks == nullptr ? nullptr : redo.blocks + redo.size;
     return redo;
@@ -109,7 +109,7 @@ Redo take_redo(Index units, Index heads, Index tiles, MemoryParts& parts) {
 Redo redo_of(const core::AttentionInputs& in, bool packed, Index heads, Index rows, MemoryParts& parts) {
     const Index sequences = core::sequence_count(in);
     if (packed) return take_redo(1, heads, tiles_of(rows, sequences), parts);
-    return take_redo(sequences, heads, (rows + tile_rows - 1) / tile_rows, parts);
+    return take_redo(sequences, heads, blocks_of(rows, tile_rows), parts);
 }
 
 }  // namespace
@@ -147,15 +147,13 @@ AttentionSequences place_packed(const core::AttentionInputs& in, const Attention
     s.boxes = places.boxes;
     s.of_queries = {places.queries, tiles_of(call.queries, lengths.count)};
     if (places.keys != nullptr) s.of_keys = {places.keys, tiles_of(call.keys, lengths.count)};
-    launch(places_kernel, {dim3(places.keys != nullptr ? 2 : 1), threads, shared_bytes}, stream,
-           "places of packed sequences", lengths, places.sequences, places.queries, s.of_queries.most, places.keys,
-           s.of_keys.most);
+    launch(places_kernel, {places.keys != nullptr ? 2 : 1, threads, shared_bytes}, stream, "places of packed sequences",
+           lengths, places.sequences, places.queries, s.of_queries.most, places.keys, s.of_keys.most);
     return s;
 }
 
 void launch_cut_boxes(const AttentionSequences& sequences, const CutBoxes& all, cudaStream_t stream) {
-    const int boxes = sequences.count * sequence_boxes;
-    launch(cut_boxes_kernel, {dim3(static_cast<unsigned>((boxes + threads - 1) / threads)), threads}, stream,
+    launch(cut_boxes_kernel, {blocks_of(sequences.count * sequence_boxes, threads), threads}, stream,
            "boxes of packed sequences", sequences, all);
 }
 

@@ -49,8 +49,8 @@ constexpr Index most_elements = Index(1) << 28;  // of stored ds: 512 MiB
 
 }  // namespace
 
-// Where a launch would have too few blocks to fill the card, ds is computed once more: that takes less time. So does it
-// where few keys are seen, and with few channels.
+// ds is computed once more where a launch would have too few blocks to fill the card, where few keys are seen, and with
+// few channels: that takes less time.
 ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
                       const core::AttentionGradients& grad) {
     // Blocks of a causal call differ in length: several for each multiprocessor even that out.
@@ -66,12 +66,12 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
     plan.row = (Lk + 7) / 8 * 8;
     const Index of_key_head = H / std::max(Hk, Index(1)) * Lq * plan.row, sequences = core::sequence_count(in);
     if (of_key_head == 0 || of_key_head > most_elements) return {};
-    const Index units = most_elements / of_key_head;
-    if (units >= Hk) {
+    const Index fitting = most_elements / of_key_head;
+    if (fitting >= Hk) {
         plan.key_heads = Hk;
-        plan.sequences = std::min({sequences, units / Hk, AttentionSequences::most});
+        plan.sequences = std::min({sequences, fitting / Hk, AttentionSequences::most});
     } else {
-        const Index turns = (Hk + units - 1) / units;
+        const Index turns = (Hk + fitting - 1) / fitting;
         plan.key_heads = (Hk + turns - 1) / turns;
         plan.sequences = 1;
     }
@@ -98,13 +98,13 @@ BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions
         return plan;
     }
     const bool all_sequences = shape[0] == 1, all_heads = shape[1] == 1;
-    const Index of_key_head = H / Hk * Lq * plan.row, units = std::max(most_elements / of_key_head, Index(1));
+    const Index of_key_head = H / Hk * Lq * plan.row, fitting = std::max(most_elements / of_key_head, Index(1));
     if (all_sequences) {
-        plan.sequences = std::min({N, units, AttentionSequences::most});
-        plan.key_heads = std::min(Hk, units / plan.sequences);
+        plan.sequences = std::min({N, fitting, AttentionSequences::most});
+        plan.key_heads = std::min(Hk, fitting / plan.sequences);
     } else {
-        plan.key_heads = std::min(Hk, units);
-        plan.sequences = std::min({N, units / plan.key_heads, AttentionSequences::most});
+        plan.key_heads = std::min(Hk, fitting);
+        plan.sequences = std::min({N, fitting / plan.key_heads, AttentionSequences::most});
     }
     plan.heads_first = all_sequences;
     plan.elements = plan.sequences * plan.key_heads * of_key_head;

@@ -1,7 +1,7 @@
 // The end of a query's row in the forward pass: the sink joins the sum, and lse and sums are stored.
 #pragma once
 
-#include "engines/cuda/attention/launch_kernels.h"
+#include "engines/cuda/attention/far_rows.h"
 
 namespace softdelta::cuda {
 
@@ -25,6 +25,12 @@ __device__ inline RowEnd end_of_row(const AttentionCall& call, int head, float t
     }
     const bool empty = top == -INFINITY && !seen;
     return {top, empty ? 0.0F : logf(sum), factor == 0 ? 0.0F : factor / sum, empty};
+}
+
+// Whether the fast kernels leave a row to those of planes. Its sum is at least about 1, unless a score times c has lost
+// digits. Without a key that counts although one is visible, all scores are −∞.
+__device__ inline bool is_lost(const AttentionCall& call, float sum, bool seen, bool sees_keys) {
+    return !isfinite(sum) || (seen && sum < 0.5F) || (!seen && !call.mask && !call.bias && sees_keys);
 }
 
 __device__ inline void store_row_end(const AttentionCall& call, const ForwardOutputs& out, const AttentionSequence& s,

@@ -18,8 +18,7 @@ class Rows {
 
     // Of q, or of do which lies as q does.
     __device__ static Rows of_queries(const View& view, const AttentionSequence& s, int head, int channels) {
-        return {view, s.batch * view.stride[0] + s.q_begin * view.stride[1] + head * view.stride[2], s.q_count,
-                channels};
+        return {view, query_row(view, s, 0, head), s.q_count, channels};
     }
     // Of k or v: paged keys lie where the table says.
     __device__ static Rows of_keys(const View& view, const AttentionCall& call, const AttentionSequence& s, int head,

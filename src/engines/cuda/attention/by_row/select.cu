@@ -24,7 +24,7 @@ __device__ inline float from_ordered(std::uint32_t order) {
 
 class Selection {
   public:
-    __device__ Selection(const Addends& addends, Index query, KeyRange keys, Index top_w)
+    __device__ Selection(const Addends& addends, Index query, Range keys, Index top_w)
         : addends_(addends), query_(query), keys_(keys), top_w_(top_w) {}
 
     __device__ KeptKeys run() {
@@ -99,7 +99,7 @@ class Selection {
 
     const Addends& addends_;
     Index query_;
-    KeyRange keys_;
+    Range keys_;
     Index top_w_;
     int thread_ = static_cast<int>(threadIdx.x);
     int* counts_ = reinterpret_cast<int*>(ptx::shared_memory());  // [digits], [threads], what is chosen

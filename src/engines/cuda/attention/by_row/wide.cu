@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
     constexpr double infinity = INFINITY;
     double top = -infinity, sum = 0, o[own_channels] = {};
     bool seen = false;
-    const KeyRange all = visible_keys(call, s, i);
+    const Range all = visible_keys(call, s, i);
     for (Index at = all.begin; at < all.end; at += threads) {
         const Index j = at + thread;
         const float addend = j < all.end ? addends.at(i, j) : -INFINITY;

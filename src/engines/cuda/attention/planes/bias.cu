@@ -9,10 +9,6 @@ namespace softdelta::cuda {
 
 namespace {
 
-struct Span {
-    Index begin, end;
-};
-
 template <class Tiles>
 class BiasGradient {
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
@@ -78,14 +74,14 @@ class BiasGradient {
              ++n) {
             const AttentionSequence s = sequences_[n];
             for (int h = bias_head * heads; h < (bias_head + 1) * heads; ++h)
-                walk(s, h, queries_shared ? Span{0, s.q_count} : Span{first, min(first + 1, s.q_count)},
-                     keys_shared ? Span{0, s.k_count} : Span{at, min(at + N, s.k_count)});
+                walk(s, h, queries_shared ? Range{0, s.q_count} : Range{first, min(first + 1, s.q_count)},
+                     keys_shared ? Range{0, s.k_count} : Range{at, min(at + N, s.k_count)});
         }
         store_bias(batch, bias_head, first, at, queries_shared, keys_shared);
     }
 
     // Tiles of queries that begin in a span, against the keys of a span.
-    __device__ void walk(const AttentionSequence& s, int head, Span queries, Span keys) {
+    __device__ void walk(const AttentionSequence& s, int head, Range queries, Range keys) {
         const int key_head = head / call_.group;
         const Rows q = Rows::of_queries(call_.q, s, head, call_.channels);
         const Rows d_o = Rows::of_queries(grad_.d_o, s, head, call_.value_channels);
@@ -94,8 +90,8 @@ class BiasGradient {
         ScoreTile<Tiles, false> tile(call_, grad_.rows, s, head, tiles_.bias, q, k, v, d_o);
         for (Index first = queries.begin; first < queries.end; first += M) {
             const Index last = min(first + M, s.q_count) - 1;
-            const Span seen{max(visible_keys(call_, s, first).begin / N * N, keys.begin / N * N),
-                            min(visible_keys(call_, s, last).end, keys.end)};
+            const Range seen{max(visible_keys(call_, s, first).begin / N * N, keys.begin / N * N),
+                             min(visible_keys(call_, s, last).end, keys.end)};
             if (seen.begin >= seen.end) continue;
             __syncthreads();
             q.copy(tiles_.own_scores, first, nullptr, thread_, threads);
@@ -151,22 +147,19 @@ __global__ void __launch_bounds__(Tiles::threads)
     BiasGradient<Tiles>(call, sequences, grad).take_bias();
 }
 
-unsigned tiles(Index size, int step) {
-    return static_cast<unsigned>((size + step - 1) / step);
-}
-
 }  // namespace
 
 void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                           const Gradients& grad, cudaStream_t stream) {
     with_gradient_tiles(call, planes, [&]<class Tiles>() {
         const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
-        const unsigned all = tiles(grad.bias_queries, Tiles::block_rows) * tiles(grad.bias_keys, Tiles::streamed);
+        const Index all = blocks_of(grad.bias_queries, Tiles::block_rows) * blocks_of(grad.bias_keys, Tiles::streamed);
         const bool few = grad.redo_keys.may_take_none();
         launch(bias_gradient_kernel<Tiles>,
-               {dim3(few ? few_blocks(all, grad.bias_heads * batches) : all, static_cast<unsigned>(grad.bias_heads),
-                     static_cast<unsigned>(batches)),
-                Tiles::threads, Tiles::shared_bytes, grad.redo_keys.early},
+               {{few ? few_blocks(all, grad.bias_heads * batches) : all, grad.bias_heads, batches},
+                Tiles::threads,
+                Tiles::shared_bytes,
+                grad.redo_keys.early},
                stream, "attention's gradient of bias", call, sequences, grad);
     });
 }

@@ -49,7 +49,7 @@ class AttentionForward {
 
         queries.copy(q, first_, nullptr, thread, threads);
         const Index last = min(first_ + block_queries, s_.q_count) - 1;
-        const KeyRange all{visible_keys(call_, s_, first_).begin, visible_keys(call_, s_, last).end};
+        const Range all{visible_keys(call_, s_, first_).begin, visible_keys(call_, s_, last).end};
         for (Index at = all.begin / N * N; at < all.end; at += N) {
             __syncthreads();
             keys.copy(k, at, nullptr, thread, threads);
@@ -115,10 +115,8 @@ class AttentionForward {
             const RowEnd end = end_of_row(call_, head_, top_[half], sum, seen);
             if (lane_ % 4 == 0) store_row_end(call_, out_, s_, head_, query(half), end);
             if (!out_.o) return;
-            const Index* stride = out_.o.stride;
-            const Index row = s_.q_begin + query(half);
-            store_row(out_.o, s_.batch * stride[0] + row * stride[1] + head_ * stride[2], o_, half,
-                      call_.value_channels, lane_, [&end](float x) { return end.scale == 0 ? 0.0F : x * end.scale; });
+            store_row(out_.o, query_row(out_.o, s_, query(half), head_), o_, half, call_.value_channels, lane_,
+                      [&end](float x) { return end.scale == 0 ? 0.0F : x * end.scale; });
         });
     }
 

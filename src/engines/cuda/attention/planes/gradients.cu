@@ -39,12 +39,12 @@ class GradientWalk {
         const auto store = [&](const View& to, int channels, float factor, auto& sum) {
             const int row = 16 * (thread_ / 32) + thread_ % 32 / 4;
             // Rows of a cache that no sequence uses have no gradient.
-            const Index rows = by_key && !packed_ ? call_.keys : count(), batch = by_key ? s.key_batch : s.batch;
+            const Index rows = by_key && !packed_ ? call_.keys : count();
             for_rows([&](int half) {
-                const Index i = first_ + row + 8 * half, begin = by_key ? s.k_begin : s.q_begin;
+                const Index i = first_ + row + 8 * half;
                 if (to && i < rows)
-                    store_row(to, batch * to.stride[0] + (begin + i) * to.stride[1] + head_ * to.stride[2], sum, half,
-                              channels, thread_ % 32, [factor](float x) { return factor * x; });
+                    store_row(to, by_key ? key_row(to, s, i, head_) : query_row(to, s, i, head_), sum, half, channels,
+                              thread_ % 32, [factor](float x) { return factor * x; });
             });
         };
         if constexpr (with_dx) store(by_key ? grad_.dk : grad_.dq, call_.channels, call_.scale, dx_);
@@ -54,7 +54,7 @@ class GradientWalk {
   private:
     __device__ Index count() const { return by_key ? s_.k_count : s_.q_count; }
     // Streamed rows that own ones may concern: of keys, queries that see none of the block's are left out later.
-    __device__ KeyRange streamed() const {
+    __device__ Range streamed() const {
         if constexpr (by_key) return {0, s_.q_count};
         const Index last = min(first_ + M, s_.q_count) - 1;
         return {visible_keys(call_, s_, first_).begin / N * N, visible_keys(call_, s_, last).end};
@@ -75,7 +75,7 @@ class GradientWalk {
         }
         const Rows &scores = by_key ? q : k, &values = by_key ? d_o : v;
         const int lane = thread_ % 32;
-        const KeyRange all = streamed();
+        const Range all = streamed();
         for (Index at = all.begin; at < all.end; at += N) {
             if (!concerns(at)) continue;
             Acc<16, N> p, dx, ds;
@@ -152,9 +152,8 @@ void launch_left(const AttentionCall& call, const AttentionSequences& sequences,
     const int heads = (grad.dq ? call.heads : 0) + (grad.dk || grad.dv ? call.heads / call.group : 0);
     const int z = sequences.of_queries && sequences.of_keys ? 1 : sequences.count;
     launch(left_gradient_kernel<Tiles>,
-           {dim3(few_blocks(most, heads * z), static_cast<unsigned>(heads), static_cast<unsigned>(z)), Tiles::threads,
-            Tiles::shared_bytes, grad.redo_keys.early},
-           stream, "attention's gradients of q, k and v", call, sequences, grad);
+           {{few_blocks(most, heads * z), heads, z}, Tiles::threads, Tiles::shared_bytes, grad.redo_keys.early}, stream,
+           "attention's gradients of q, k and v", call, sequences, grad);
 }
 
 }  // namespace

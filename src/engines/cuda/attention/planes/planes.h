@@ -1,10 +1,11 @@
-// Products of f32 precision on bf16 matrix units: a number is a sum of bf16 planes of falling size.
+// Products of f32 precision by matrix instructions of bf16: a number is a sum of bf16 planes of falling size.
 //
 //     f32   x = hi + mid + lo     three planes of 8 bits hold the 24 of f32, and f16
 //     bf16  x = hi                one plane is exact
 //
 // A product of planes leaves out what is smaller than the last bits: x·y ≈ hi·hi + (hi·mid + mid·hi) + (mid·mid +
-// hi·lo + lo·hi). Matrix units cut sums off instead of rounding them, so small terms are summed apart from hi·hi.
+// hi·lo + lo·hi). Matrix instructions cut sums off instead of rounding them, so small terms are summed apart from
+// hi·hi.
 #pragma once
 
 #include "engines/cuda/device/view.h"

@@ -1,11 +1,11 @@
 // The forward pass of split operands: a block has 128 queries of a head, 64 for each of two consumers, and walks over
-// tiles of 64 keys. unit: the power of 2 of 64 rows.
+// tiles of 64 keys. scale_q and so on: the power of 2 of 64 rows.
 //
-//     S = unit_q·unit_k·q kᵀ → scores      [64, 64]
+//     S = scale_q·scale_k·q kᵀ → scores      [64, 64]
 //     top' = max(top, max S)               P = e^(S − top')
-//     sum = e^(top − top')·sum + ΣP        o = e^(top − top')·o + unit_v·P v
+//     sum = e^(top − top')·sum + ΣP        o = e^(top − top')·o + scale_v·P v
 //
-// Matrix units cut sums off instead of rounding them. So each tile's P v is a sum of its own.
+// Matrix instructions cut sums off instead of rounding them. So each tile's P v is a sum of its own.
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/split/products.h"
 #include "engines/cuda/attention/warpgroup/added.h"
@@ -80,7 +80,7 @@ struct ForwardBlock {
         Acc<64, columns> o{};
         Softmax<float> softmax{};
         const Mask mask = Mask::of_queries(call, s, first + 64 * w, 16 * warp + lane / 4);
-        const float scale = call.scale * split.q.unit[q + w];
+        const float scale = call.scale * split.q.scale[q + w];
         const Index last = min(Index(first + 64 * w + 63), s.q_count - 1);
         const Span own(visible_keys(call, s, first + 64 * w).begin, visible_keys(call, s, last).end);
         int tile = 0;
@@ -89,8 +89,7 @@ struct ForwardBlock {
             Acc<64, N> x;
             m.of_keys().wait(tile);
             if (sees) {
-                const float unit = scale * split.k.unit[k + at / N];
-                multiply_split(x, m.q(w), m.k(tile), unit);
+                multiply_split(x, m.q(w), m.k(tile), scale * split.k.scale[k + at / N]);
             }
             m.of_keys().release(tile, lane);
             float factor[2];
@@ -109,7 +108,7 @@ struct ForwardBlock {
             m.of_values().wait(tile);
             if (sees && out.o) {
                 if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) o.scale_rows(factor);
-                add_split_product<columns>(o, weights, m.v(tile), split.v.unit[v + at / N]);
+                add_split_product<columns>(o, weights, m.v(tile), split.v.scale[v + at / N]);
             }
             m.of_values().release(tile, lane);
         }
@@ -126,14 +125,13 @@ struct ForwardBlock {
             const RowEnd end = end_of_row(call, head, softmax.top[half], sum, seen);
             const int i = first + row + 8 * half;
             if (i >= s.q_count) return;
-            nonfinite = nonfinite || !isfinite(sum) || (seen && sum < 0.5F) ||
-                        (!seen && !call.mask && !call.bias && mask.seen[half].begin < mask.seen[half].end) ||
+            nonfinite = nonfinite || is_lost(call, sum, seen, mask.seen[half].begin < mask.seen[half].end) ||
                         !o.row_is_finite(half);
             if (lane % 4 == 0) store_row_end(call, out, s, head, i, end);
             const View& to = out.o;
             if (to)
-                store_row(to, s.batch * to.stride[0] + (s.q_begin + i) * to.stride[1] + head * to.stride[2], o, half,
-                          call.value_channels, lane, [&](float e) { return end.scale == 0 ? 0.0F : e * end.scale; });
+                store_row(to, query_row(to, s, i, head), o, half, call.value_channels, lane,
+                          [&](float e) { return end.scale == 0 ? 0.0F : e * end.scale; });
         });
         return nonfinite;
     }
@@ -175,12 +173,10 @@ __global__ void __launch_bounds__(block_threads, 1)
             [&] {
                 if (threadIdx.x == 0) block.produce();
             },
-            [&](int w) {
-                const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-                const bool nonfinite = any_consumer(block.consume(w, own_warp(), thread % 32));
-                if (w == 0 && thread == 0)
-                    *out.redo.at(sequences.tile_of_block(sequences.of_queries, true), call.heads, head) =
-                        nonfinite ? 1 : 0;
+            [&](int w, int warp, int lane) {
+                const bool nonfinite = any_consumer(block.consume(w, warp, lane));
+                if (threadIdx.x == warpgroup_threads)
+                    out.redo.mark(sequences.tile_of_block(sequences.of_queries, true), call.heads, head, nonfinite);
             });
     }
 }

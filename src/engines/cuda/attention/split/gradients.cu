@@ -132,13 +132,13 @@ struct GradientBlock {
         Acc<64, by_key ? columns : 8> dv{};
         const Mask mask = by_key ? Mask::of_keys(call, s, begin, row) : Mask::of_queries(call, s, begin, row);
         const Span sees = concerned(begin, 64);
-        const float score_unit = call.scale * own_scores().unit[own_scores().at(own, head) + w];
-        const float value_unit = own_values().unit[own_values().at(own, head) + w];
+        const float score_scale = call.scale * own_scores().scale[own_scores().at(own, head) + w];
+        const float value_scale = own_values().scale[own_values().at(own, head) + w];
         const RowTerm of_row[2] = {by_key ? RowTerm{} : term_of(head, begin + row),
                                    by_key ? RowTerm{} : term_of(head, begin + row + 8)};
         each_tile([&](int tile, int h, int at) {
-            const float of_scores = streamed_scores().unit[streamed_scores().at(streamed, h) + at / split_rows];
-            const float of_values = streamed_values().unit[streamed_values().at(streamed, h) + at / split_rows];
+            const float of_scores = streamed_scores().scale[streamed_scores().at(streamed, h) + at / split_rows];
+            const float of_values = streamed_values().scale[streamed_values().at(streamed, h) + at / split_rows];
             const bool concerns = (at < sees.end && at + N > sees.begin) || stores_bias();
             SplitScores<N> scores;
             float slope[N / 8][4];
@@ -148,8 +148,8 @@ struct GradientBlock {
             m.ring().wait(tile);
             if (concerns) {
                 Acc<64, N> p, ds;
-                multiply_split(p, m.own_scores(w), m.scores(tile), score_unit * of_scores);
-                multiply_split(ds, m.own_values(w), m.values(tile), value_unit * of_values);  // dP
+                multiply_split(p, m.own_scores(w), m.scores(tile), score_scale * of_scores);
+                multiply_split(ds, m.own_values(w), m.values(tile), value_scale * of_values);  // dP
                 if constexpr (added) scores.take(p, call.softcap, slope);
                 const RowTerm* const terms = m.terms(tile) + own_column(lane);
                 const auto term = [&](int half, int column) { return by_key ? terms[column] : of_row[half]; };
@@ -206,16 +206,15 @@ struct GradientBlock {
     }
     __device__ bool store(Acc<64, columns>& dx, Acc<64, by_key ? columns : 8>& dv, Index row, int lane) const {
         bool nonfinite = false;
-        const Index count = by_key ? s.k_count : s.q_count, begin = by_key ? s.k_begin : s.q_begin;
-        const Index batch = by_key ? s.key_batch : s.batch;
+        const Index count = by_key ? s.k_count : s.q_count;
         for_rows([&](int half) {
             const Index i = row + 8 * half;
             const bool used = i < count;
             nonfinite = nonfinite || (used && (!dx.row_is_finite(half) || (by_key && !dv.row_is_finite(half))));
             const auto put = [&](const View& to, auto& sum, int channels, float factor) {
                 if (to && i < rows)
-                    store_row(to, batch * to.stride[0] + (begin + i) * to.stride[1] + head * to.stride[2], sum, half,
-                              channels, lane, [&](float e) { return used ? factor * e : 0.0F; });
+                    store_row(to, by_key ? key_row(to, s, i, head) : query_row(to, s, i, head), sum, half, channels,
+                              lane, [&](float e) { return used ? factor * e : 0.0F; });
             };
             put(by_key ? grad.dk : grad.dq, dx, call.channels, call.scale);
             if constexpr (by_key) put(grad.dv, dv, call.value_channels, 1);
@@ -266,11 +265,10 @@ __global__ void __launch_bounds__(block_threads, 1)
                 else
                     block.clear_bias(thread - 32, warpgroup_threads - 32);
             },
-            [&](int w) {
-                const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-                const bool nonfinite = any_consumer(block.consume(w, own_warp(), thread % 32));
-                if (w == 0 && thread == 0)
-                    *redo.at(sequences.tile_of_block(own, !by_key), heads, head) = nonfinite ? 1 : 0;
+            [&](int w, int warp, int lane) {
+                const bool nonfinite = any_consumer(block.consume(w, warp, lane));
+                if (threadIdx.x == warpgroup_threads)
+                    redo.mark(sequences.tile_of_block(own, !by_key), heads, head, nonfinite);
             });
     }
 }

@@ -1,19 +1,18 @@
-// Products of split operands by a warpgroup, at once: what is small is multiplied first or summed apart, because matrix
-// units cut sums off. A tile has n rows as their high parts, and then the low ones.
+// Products of split operands by a warpgroup, at once. What is small is multiplied first or summed apart, because matrix
+// instructions cut sums off. A tile has n rows as their high parts, and then the low ones.
 #pragma once
 
-#include <cfloat>
-
+#include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/split/split.h"
 #include "engines/cuda/tile/lanes.h"
 #include "engines/cuda/tile/registers.h"
 
 namespace softdelta::cuda {
 
-// x [64, n] = unit · left rightᵀ.
+// x [64, n] = scale · left rightᵀ.
 template <int columns, int n>
 __device__ inline void multiply_split(Acc<64, n>& x, const SplitTile<columns>& left,
-                                      const Tile<__half, columns, 2 * n>& right, float unit) {
+                                      const Tile<__half, columns, 2 * n>& right, float scale) {
     constexpr int eights = n / 8;
     float both[2 * eights][4], low[eights][4];
     ptx::begin_products(both, low);
@@ -26,7 +25,7 @@ __device__ inline void multiply_split(Acc<64, n>& x, const SplitTile<columns>& l
     ptx::commit_products();
     ptx::wait_for_products<0>(both);
     ptx::wait_for_products<0>(low);
-    unrolled<eights, 4>([&](int i, int m) { x.x[i][m] = (both[i][m] + (both[i + eights][m] + low[i][m])) * unit; });
+    unrolled<eights, 4>([&](int i, int m) { x.x[i][m] = (both[i][m] + (both[i + eights][m] + low[i][m])) * scale; });
 }
 
 // What makes scores of products: the lane's addends, which are on their way before the products are there, and the cap.
@@ -59,14 +58,10 @@ struct SplitScores {
                 load(call.bias, call.bias_group, data, [](float& e, auto x) { e = to_float(x); });
             });
         if (call.bias_slopes || call.alibi_slopes) {
-            const float slope = bias_slope(call, head);
-            const float alibi =
-                call.alibi_slopes ? cuda::load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F;
+            const float slope = bias_slope(call, head), alibi = alibi_slope(call, head);
             const Index shift = by_key ? s.q_count - s.k_count : s.k_count - s.q_count;
             each([&](float& e, Index own, Index streamed, bool) {
-                const Index distance = own + shift - streamed;
-                const float sum = slope * e - alibi * static_cast<float>(distance < 0 ? -distance : distance);
-                if (isfinite(e)) e = fminf(fmaxf(sum, -FLT_MAX), FLT_MAX);  // −∞ masks whatever the slope
+                e = sloped(e, slope, alibi, own + shift - streamed);
             });
         }
         if (call.mask)
@@ -88,15 +83,15 @@ struct SplitScores {
     }
 };
 
-// Left operands of 64 rows, of which each has been divided by its unit.
+// Left operands of 64 rows, of which each has been divided by its scale.
 template <int n>
 struct SplitLeft {
     Left<__half, n> high, low;
-    float unit[2];
+    float scale[2];
 
     // Rows whose numbers are at most 2.
     __device__ void take_weights(Acc<64, n>& x) {
-        unit[0] = unit[1] = 0x1p-14F;
+        scale[0] = scale[1] = 0x1p-14F;
         constexpr float factor[2] = {0x1p14F, 0x1p14F};
         split(x, factor);
     }
@@ -110,7 +105,7 @@ struct SplitLeft {
             const std::uint32_t size = max(reinterpret_cast<const std::uint32_t&>(most[half]) & 0x7f800000u, least);
             const std::uint32_t up = 268 * one - size, down = size - 14 * one;
             factor[half] = reinterpret_cast<const float&>(up);
-            unit[half] = reinterpret_cast<const float&>(down);
+            scale[half] = reinterpret_cast<const float&>(down);
         });
         split(x, factor);
     }
@@ -127,12 +122,12 @@ struct SplitLeft {
     }
 };
 
-// sum += unit · left right, right's rows as they lie; `width` columns at once.
+// sum += scale · left right, right's rows as they lie; `width` columns at once.
 template <int width, int columns, int n>
 __device__ inline void add_split_product(Acc<64, columns>& sum, const SplitLeft<n>& left,
-                                         const Tile<__half, columns, 2 * n>& right, float unit) {
+                                         const Tile<__half, columns, 2 * n>& right, float scale) {
     constexpr int depths = n / 16;
-    const float units[2] = {unit * left.unit[0], unit * left.unit[1]};
+    const float scales[2] = {scale * left.scale[0], scale * left.scale[1]};
     unrolled<columns / width>([&](int at) {
         float part[width / 8][4];
         const auto add = [&](const Left<__half, n>& of, int first, bool more) {
@@ -149,7 +144,7 @@ __device__ inline void add_split_product(Acc<64, columns>& sum, const SplitLeft<
         ptx::wait_for_products<0>(part);
         unrolled<width / 8, 4>([&](int i, int m) {
             float& to = sum.x[at * width / 8 + i][m];
-            to = fmaf(part[i][m], units[m / 2], to);
+            to = fmaf(part[i][m], scales[m / 2], to);
         });
     });
 }

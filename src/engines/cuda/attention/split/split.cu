@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(threads)
     int exponent = 0;
     if (most != 0 && !spoiled) frexpf(most, &exponent), exponent -= 15;
     const Index tile = to.at(at, head) + odd;
-    if (thread == 0) to.unit[tile] = spoiled ? NAN : ldexpf(1.0F, exponent);
+    if (thread == 0) to.scale[tile] = spoiled ? NAN : ldexpf(1.0F, exponent);
     __half* const rows_to = to.data + tile * (2 * split_rows * columns);
     const SplitTile<columns> place{0};
     unrolled<turns>([&](int turn) {
@@ -71,7 +71,7 @@ SplitRows take_split(const Redo& like, int heads, int channels, MemoryParts& par
     s.heads = heads, s.columns = channels <= 64 ? 64 : 128, s.tiles = 2 * like.count;
     const Index tiles = 2 * like.size;
     s.data = parts.take<__half>(tiles * (2 * split_rows * s.columns));
-    s.unit = parts.take<float>(tiles);
+    s.scale = parts.take<float>(tiles);
     return s;
 }
 
@@ -104,8 +104,7 @@ void launch_split(const AttentionCall& call, const AttentionSequences& sequences
     const auto take = [&](const View& view, bool of_keys, int channels, const SplitRows& rows) {
         const TileList& list = of_keys ? sequences.of_keys : sequences.of_queries;
         const Index tiles = row_blocks(list, of_keys ? call.keys : call.queries, tile_rows);
-        const dim3 blocks(static_cast<unsigned>(2 * tiles), static_cast<unsigned>(rows.heads),
-                          static_cast<unsigned>(list ? 1 : sequences.count));
+        const Blocks blocks(2 * tiles, rows.heads, list ? 1 : sequences.count);
         launch(rows.columns == 64 ? split_kernel<64> : split_kernel<128>,
                {blocks, threads, split_rows * static_cast<int>(sizeof(float))}, stream, "attention's split operands",
                call, sequences, view, of_keys, channels, rows);

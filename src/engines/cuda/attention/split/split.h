@@ -1,9 +1,9 @@
 // Operands of f32 precision for products of warpgroups: a number is a sum of two of f16, high + low, which hold 23
 // bits. A product leaves out what is smaller than those: x·y ≈ high·high + (high·low + low·high).
 //
-// f16 has a small range. So 64 rows of a head share a power of 2, `unit`: the largest of them lies in [2¹⁴, 2¹⁵). A row
-// that is smaller than the largest by more than 2¹⁶ has lost bits, and Inf and NaN have no place there: `unit` is NaN
-// then, and spoils what depends on the rows, which the kernels of planes compute again.
+// f16 has a small range. So 64 rows of a head share a power of 2, `scale`: the largest of them lies in [2¹⁴, 2¹⁵). A
+// row that is smaller than the largest by more than 2¹⁶ has lost bits, and Inf and NaN have no place there: `scale` is
+// NaN then, and spoils what depends on the rows, which the kernels of planes compute again.
 //
 // 64 rows lie in memory as they come into shared memory, high and then low ones in each panel of 64 columns: one copy
 // brings them. Rows and columns beyond the tensor are zeros.
@@ -19,17 +19,17 @@ inline constexpr int split_rows = 64, most_split_channels = 128;
 template <int columns>
 using SplitTile = Tile<__half, columns, 2 * split_rows>;
 
-// An operand of a call, split: [units, heads, tiles of 64 rows]. As flags of Redo, whose tiles are twice as large.
+// An operand of a call, split: [groups, heads, tiles of 64 rows]. As flags of Redo, whose tiles are twice as large.
 struct SplitRows {
     __half* data = nullptr;
-    float* unit = nullptr;
+    float* scale = nullptr;
     int heads = 0, columns = 0;
     Index tiles = 0;
 
     __host__ __device__ explicit operator bool() const { return data != nullptr; }
     // The first of the two that a tile of the others' has.
     __device__ Index at(const RowTile& tile, int head) const {
-        return (Index(tile.unit) * heads + head) * tiles + 2 * tile.tile;
+        return (Index(tile.group) * heads + head) * tiles + 2 * tile.tile;
     }
     __device__ const __half* rows(Index at) const { return data + at * (2 * split_rows * columns); }
 };

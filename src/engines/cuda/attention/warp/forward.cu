@@ -112,19 +112,17 @@ struct WarpForward {
             const float sum = softmax[r].row_sum(half);
             const bool seen = softmax[r].top[half] != -INFINITY;
             const RowEnd end = end_of_row(call, head, softmax[r].top[half] * scale_left(call, biased), sum, seen);
-            scale[half] = weight_unit<T> * end.scale;
+            scale[half] = weight_scale<T> * end.scale;
             const int i = first + own + lane / 4 + 8 * half;
             if (i >= s.q_count) return;
-            nonfinite = nonfinite || !isfinite(sum) || (seen && sum < 0.5F) ||
-                        (!seen && !biased && mask.seen[half].begin < mask.seen[half].end) || !o[r].row_is_finite(half);
+            nonfinite = nonfinite || is_lost(call, sum, seen, mask.seen[half].begin < mask.seen[half].end) ||
+                        !o[r].row_is_finite(half);
             if (lane % 4 == 0) store_row_end(call, out, s, head, i, end);
         });
         const View& to = out.o;
         if (const int begin = first + own; to && begin < s.q_count)
-            store_rows(m.q(), own, o[r], to,
-                       s.batch * to.stride[0] + (s.q_begin + begin) * to.stride[1] + head * to.stride[2],
-                       s.q_count - begin, call.value_channels, lane,
-                       [&scale](int half, float x) { return scale[half] == 0 ? 0.0F : x * scale[half]; });
+            store_rows(m.q(), own, o[r], to, query_row(to, s, begin, head), s.q_count - begin, call.value_channels,
+                       lane, [&scale](int half, float x) { return scale[half] == 0 ? 0.0F : x * scale[half]; });
         return nonfinite;
     }
 };
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ?
                                                16 * blocks * warp::own_warp(),
                                                static_cast<int>(threadIdx.x) % 32};
     const bool nonfinite = any<blocks>(of.run());
-    if (threadIdx.x == 0) *out.redo.at(at, call.heads, head) = nonfinite ? 1 : 0;
+    if (threadIdx.x == 0) out.redo.mark(at, call.heads, head, nonfinite);
 }
 
 }  // namespace

@@ -192,7 +192,7 @@ struct Block {
         const auto used = [&](int r, int half) { return first + own(r, half) < s.k_count; };
         const bool of_dk =
             store(dk, 0, grad.dk, s.key_batch, s.k_begin, of_cache, call.channels, gradient_scale<T>(call), used);
-        return store(dv, 1, grad.dv, s.key_batch, s.k_begin, of_cache, call.value_channels, weight_unit<T>, used) ||
+        return store(dv, 1, grad.dv, s.key_batch, s.k_begin, of_cache, call.value_channels, weight_scale<T>, used) ||
                of_dk;
     }
 };
@@ -222,14 +222,14 @@ __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ?
         else
             left = any<blocks>(block.by_query());
     }
-    if (threadIdx.x == 0) *redo.at(at, heads, head) = left ? 1 : 0;
+    if (threadIdx.x == 0) redo.mark(at, heads, head, left);
 }
 
 template <bool by_key>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                 cudaStream_t stream) {
-    const dim3 grid = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
-                             : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    const Blocks grid = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
+                               : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     with_tiles<128>(call, [&]<class T, int columns>() {
         constexpr int blocks = by_key && columns > 64 ? 1 : 2;  // dk and dv together are as large
         auto* const kernel = call.bias || call.mask ? warp_gradient_kernel<T, columns, true, by_key, blocks>

@@ -10,7 +10,7 @@ namespace softdelta::cuda::warpgroup {
 
 inline constexpr float log2_e = 1.44269504F;
 
-// Whether a bias can be copied in units of 8 keys.
+// Whether a bias can be copied eight keys at a time.
 inline bool has_bias_units(const View& bias, DType type) {
     return bias.dtype == type && bias.stride[3] == 1 && bias.stride[0] % 8 == 0 && bias.stride[1] % 8 == 0 &&
            bias.stride[2] % 8 == 0 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0;
@@ -159,7 +159,7 @@ struct Slopes {
 
     __device__ Slopes(const AttentionCall& call, const AttentionSequence& s, int head)
         : bias(bias_slope(call, head)),
-          alibi(call.alibi_slopes ? load(call.alibi_slopes, head * call.alibi_slopes.stride[0]) : 0.0F),
+          alibi(alibi_slope(call, head)),
           diagonal(static_cast<int>(s.k_count - s.q_count)) {}
 
     // A score with what is added to it: finite numbers stay finite.

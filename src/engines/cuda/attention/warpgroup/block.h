@@ -20,7 +20,7 @@ __device__ inline int own_warp() {
     return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % warpgroup_threads / 32, 0);
 }
 
-// produce() or consume(warpgroup, its first row, warp, lane), each with its registers.
+// produce() or consume(warpgroup, warp, lane), each with its registers.
 template <class Produce, class Consume>
 __device__ void share_roles(const Produce& produce, const Consume& consume) {
     const int warpgroup = own_warpgroup();
@@ -29,7 +29,7 @@ __device__ void share_roles(const Produce& produce, const Consume& consume) {
         produce();
     } else {
         ptx::take_registers<consumer_registers>();
-        consume(warpgroup - 1);
+        consume(warpgroup - 1, own_warp(), static_cast<int>(threadIdx.x) % 32);
     }
 }
 

@@ -114,6 +114,34 @@ __device__ inline HeadRows<by_tma> rows_of_keys(const View& view, const Boxes& b
         return {Rows::of_keys(view, call, s, head, channels)};
 }
 
+// A block's rows of operands; boxes for packed sequences are in the order of OperandBoxes::cut().
+// The kernel of keys takes q and do of many heads, and keeps their boxes instead: that spills less.
+template <bool by_tma>
+struct BlockRows {
+    const AttentionCall& call;
+    const OperandBoxes& boxes;
+    const AttentionSequences& sequences;
+    const AttentionSequence& s;
+
+    __device__ auto q(int head) const {
+        return rows_of_queries<by_tma>(call.q, own(boxes.q, 0), s, head, call.channels);
+    }
+    __device__ auto k(int head) const {
+        return rows_of_keys<by_tma>(call.k, own(boxes.k, 1), call, s, head, call.channels);
+    }
+    __device__ auto v(int head) const {
+        return rows_of_keys<by_tma>(call.v, own(boxes.v, 2), call, s, head, call.value_channels);
+    }
+    __device__ auto d_o(const View& view, int head) const {
+        return rows_of_queries<by_tma>(view, own(boxes.d_o, 3), s, head, call.value_channels);
+    }
+
+  private:
+    __device__ const Boxes& own(const Boxes& all, int which) const {
+        return own_boxes<by_tma>(all, sequences, s, which);
+    }
+};
+
 // A producer's begin and end of a stage: TMA's `bytes` arrive at its mbarrier, or the threads with their copies.
 template <bool by_tma, int stages>
 __device__ inline void begin_stage(const Ring<stages>& ring, int n, int bytes) {

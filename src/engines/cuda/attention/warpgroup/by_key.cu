@@ -206,7 +206,7 @@ struct KeyConsumer {
         int tile = 0;
         b.each_head([&](int head) {
             double sum[2] = {};
-            float key_bias[2];  // in the exponent's unit
+            float key_bias[2];  // times log2(e)
             bool hidden[2] = {};
             if constexpr (between == Between::shared_bias)
                 for_rows([&](int half) {
@@ -278,7 +278,7 @@ struct KeyConsumer {
                     if (Tiles::biased && sums_queries(b.grad)) {
                         float part[2] = {};
                         ds.each_pair([&](float e, float next, int half, int) { part[half] += e + next; });
-                        for_rows([&](int half) { sum[half] += static_cast<double>(ds_unit<T> * part[half]); });
+                        for_rows([&](int half) { sum[half] += static_cast<double>(ds_scale<T> * part[half]); });
                     }
                     ds.pack(d_weights);
                 }
@@ -297,24 +297,24 @@ struct KeyConsumer {
         if (multiplies) give_turn(warpgroup);
     }
 
-    // A bias that all queries share, in the exponent's unit.
+    // A bias that all queries share, times log2(e).
     __device__ float bias_of_key(int head, Index key) const {
         const Index* stride = b.call.bias.stride;
         if (key >= b.s.k_count) return 0;
         return log2_e *
                load(b.call.bias, b.s.mask_batch * stride[0] + head / b.call.bias_group * stride[1] + key * stride[3]);
     }
-    __device__ void store_scores(int tile, int head, int at, Acc<64, N>& ds, const Left<T, N>& in_units) const {
+    __device__ void store_scores(int tile, int head, int at, Acc<64, N>& ds, const Left<T, N>& scaled) const {
         const auto store = [&](const Left<T, N>& x) {
             b.score_gradient().store(b.m.bias(tile), b.m.ds_made(tile), head, at, warpgroup, warp, lane, x.x);
         };
         if constexpr (type_of<T> == DType::f16) {
             Left<T, N> of_ds;
-            ds.scale(ds_unit<T>);
+            ds.scale(ds_scale<T>);
             ds.pack(of_ds);
             store(of_ds);
         } else {
-            store(in_units);
+            store(scaled);
         }
     }
 
@@ -336,12 +336,11 @@ struct KeyConsumer {
         if (first >= rows) return;
         const auto store = [&](const View& to, const typename Tiles::Key& tile, auto& sum, int channels, float factor) {
             if (!to) return;
-            store_rows(tile, row(), sum, to,
-                       b.s.key_batch * to.stride[0] + (b.s.k_begin + first) * to.stride[1] + b.key_head * to.stride[2],
-                       rows - first, channels, lane, [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
+            store_rows(tile, row(), sum, to, key_row(to, b.s, first, b.key_head), rows - first, channels, lane,
+                       [&](int half, float x) { return used[half] ? factor * x : 0.0F; });
         };
         if constexpr (makes_dk) store(b.grad.dk, b.m.k(), dk, b.call.channels, gradient_scale<T>(b.call));
-        if constexpr (makes_dv) store(b.grad.dv, b.m.v(), dv, b.call.value_channels, weight_unit<T>);
+        if constexpr (makes_dv) store(b.grad.dv, b.m.v(), dv, b.call.value_channels, weight_scale<T>);
     }
 };
 
@@ -391,9 +390,8 @@ __global__ void __launch_bounds__(block_threads, 1)
                 producer.template run<true, T>(thread);
             }
         };
-        const auto consume = [&](int warpgroup) {
-            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-            KeyConsumer<T, columns, between, made, keeps, far> consumer{block, warpgroup, own_warp(), thread % 32};
+        const auto consume = [&](int warpgroup, int warp, int lane) {
+            KeyConsumer<T, columns, between, made, keeps, far> consumer{block, warpgroup, warp, lane};
             consumer.run();
             consumer.finish();
         };
@@ -404,7 +402,7 @@ __global__ void __launch_bounds__(block_threads, 1)
 template <class T, int columns, Between between, Of made, bool keeps = false, bool far = false>
 void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                 cudaStream_t stream) {
-    const dim3 blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
+    const Blocks blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
     OperandBoxes boxes;
     if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, Tiles::N, M);
@@ -416,18 +414,18 @@ void launch_one(const AttentionCall& call, const AttentionSequences& sequences, 
            stream, "attention's gradients of k and v on warpgroups", call, sequences, grad, boxes);
 }
 
-template <class T, int columns, Between between>
+template <class T, int columns, Between between, bool far = false>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                 cudaStream_t stream) {
     if constexpr (columns > 128) {
-        launch_one<T, columns, between, Of::dv>(call, sequences, grad, stream);
-        launch_one<T, columns, between, Of::dk>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::dv, false, far>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::dk, false, far>(call, sequences, grad, stream);
     } else {
         if constexpr (type_of<T> == DType::bf16 && columns == 128 &&
                       (between == Between::nothing || between == Between::shared_bias)) {
             if (grad.ds) return launch_one<T, columns, between, Of::both, true>(call, sequences, grad, stream);
         }
-        launch_one<T, columns, between, Of::both>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::both, false, far>(call, sequences, grad, stream);
     }
 }
 
@@ -439,13 +437,7 @@ void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences
         const bool capped = call.softcap != 0;
         with_between(capped ? Between::cap : between_of(call, grad.ds.is_dbias),
                      [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
-        if (capped) return;
-        if constexpr (columns > 128) {
-            launch_one<T, columns, Between::added, Of::dv, false, true>(call, sequences, grad, stream);
-            launch_one<T, columns, Between::added, Of::dk, false, true>(call, sequences, grad, stream);
-        } else {
-            launch_one<T, columns, Between::added, Of::both, false, true>(call, sequences, grad, stream);
-        }
+        if (!capped) launch_for<T, columns, Between::added, true>(call, sequences, grad, stream);
     });
 }
 

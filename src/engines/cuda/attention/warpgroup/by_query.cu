@@ -3,6 +3,7 @@
 //
 //     S = q kᵀ     P = 2^(c·S − lse)     dP = do vᵀ     ds = P∘(dP − D)     dq += scale·ds k
 #include "engines/cuda/attention/warpgroup/gradients.h"
+#include "engines/cuda/attention/warpgroup/query_block.h"
 #include "engines/cuda/device/grid.h"
 
 namespace softdelta::cuda {
@@ -18,7 +19,7 @@ constexpr int M = warpgroup_rows;
 template <class T, int columns, Between between>
 struct QueryTiles {
     static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
-    static constexpr bool masked = between == Between::added || capped;
+    static constexpr bool masked = between == Between::added || capped, copied_by_threads = masked;
     static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias
     static constexpr bool is_wide = columns > 128, is_narrow = has_tiles || capped;
     static constexpr int N = is_wide ? (is_narrow ? 64 : 32) : is_narrow ? 64 : 128;
@@ -60,37 +61,25 @@ struct QueryTiles {
     }
 };
 
-// What producer and consumers know of their block.
 template <class T, int columns, Between between>
-struct QueryBlock {
-    QueryTiles<T, columns, between> m;
-    const AttentionCall& call;
-    const OperandBoxes& boxes;
-    const Gradients& grad;
-    const AttentionSequences& sequences;
-    const AttentionSequence& s;
-    int head, first;
-    Span keys;
-};
+using GradientBlock = QueryBlock<QueryTiles<T, columns, between>, Gradients>;
 
 template <class T, int columns, Between between>
 struct QueryProducer {
     using Tiles = QueryTiles<T, columns, between>;
     static constexpr int N = Tiles::N;
 
-    const QueryBlock<T, columns, between>& b;
+    const GradientBlock<T, columns, between>& b;
 
     template <bool by_tma>
     __device__ void run(int thread) const {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
-        const auto own = [&](const Boxes& all, int which) -> const Boxes& {
-            return own_boxes<by_tma>(all, b.sequences, b.s, which);
-        };
-        const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
-        const auto d_o = rows_of_queries<by_tma>(b.grad.d_o, own(b.boxes.d_o, 3), b.s, b.head, b.call.value_channels);
-        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 1), b.call, b.s, key_head, b.call.channels);
-        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 2), b.call, b.s, key_head, b.call.value_channels);
+        const BlockRows<by_tma> rows{b.call, b.boxes, b.sequences, b.s};
+        const auto q = rows.q(b.head);
+        const auto d_o = rows.d_o(b.out.d_o, b.head);
+        const auto k = rows.k(key_head);
+        const auto v = rows.v(key_head);
         const typename Tiles::AddedTile extra(b.call, b.s, b.head);
         const auto bring_own = [&](std::uint32_t full) {
             q.bring(m.q(), b.first, thread, full);
@@ -128,19 +117,23 @@ struct QueryConsumer {
     using Tiles = QueryTiles<T, columns, between>;
     static constexpr int N = Tiles::N;
 
-    const QueryBlock<T, columns, between>& b;
+    const GradientBlock<T, columns, between>& b;
     int warpgroup, warp, lane;
     Acc<64, columns> dq{};
 
     __device__ int row() const { return 64 * warpgroup + 16 * warp; }
     __device__ int query(int half) const { return b.first + row() + lane / 4 + 8 * half; }
 
-    __device__ void run() {
-        if (b.keys.begin >= b.keys.end) return;
+    // Whether a number is not finite.
+    __device__ bool run() {
+        if (b.keys.begin < b.keys.end) add_tiles();
+        return (query(0) < b.s.q_count && !dq.row_is_finite(0)) || (query(1) < b.s.q_count && !dq.row_is_finite(1));
+    }
+    __device__ void add_tiles() {
         const Tiles& m = b.m;
         const float c = exponent_scale(b.call, Tiles::masked);
-        const RowTerm term[2] = {term_of<T>(b.call, b.grad.rows, b.s, b.head, query(0), !Tiles::capped),
-                                 term_of<T>(b.call, b.grad.rows, b.s, b.head, query(1), !Tiles::capped)};
+        const RowTerm term[2] = {term_of<T>(b.call, b.out.rows, b.s, b.head, query(0), !Tiles::capped),
+                                 term_of<T>(b.call, b.out.rows, b.s, b.head, query(1), !Tiles::capped)};
         const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
         const bool far = __any_sync(0xffffffffu, term[0].top != 0 || term[1].top != 0);
         int tile = 0;
@@ -166,7 +159,7 @@ struct QueryConsumer {
             if (!Tiles::capped && far) {
                 float top[2];
                 for_rows(
-                    [&](int half) { top[half] = term_of<T>(b.call, b.grad.rows, b.s, b.head, query(half), true).top; });
+                    [&](int half) { top[half] = term_of<T>(b.call, b.out.rows, b.s, b.head, query(half), true).top; });
                 const float factor = scale_left(b.call, Tiles::masked);
                 p.each_pair([&](float& e, float& next, int half, int column) {
                     float2 two{};
@@ -204,17 +197,13 @@ struct QueryConsumer {
         }
     }
 
-    __device__ bool nonfinite() const {
-        return (query(0) < b.s.q_count && !dq.row_is_finite(0)) || (query(1) < b.s.q_count && !dq.row_is_finite(1));
-    }
-    __device__ void store() {
+    __device__ void store_dq() {
         const int first = b.first + row();
         if (first >= b.s.q_count) return;
-        const View& to = b.grad.dq;
+        const View& to = b.out.dq;
         const float factor = gradient_scale<T>(b.call);
-        store_rows(b.m.q(), row(), dq, to,
-                   b.s.batch * to.stride[0] + (b.s.q_begin + first) * to.stride[1] + b.head * to.stride[2],
-                   b.s.q_count - first, b.call.channels, lane, [factor](int, float x) { return factor * x; });
+        store_rows(b.m.q(), row(), dq, to, query_row(to, b.s, first, b.head), b.s.q_count - first, b.call.channels,
+                   lane, [factor](int, float x) { return factor * x; });
     }
 };
 
@@ -224,34 +213,10 @@ __global__ void __launch_bounds__(block_threads, 1)
                            const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad,
                            const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
-        using Tiles = QueryTiles<T, columns, between>;
         ptx::follow_launch_before();
-        const int head = static_cast<int>(blockIdx.x);
-        const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
-        if (!at) return grad.redo_queries.clear(at, call.heads, head);
-        take_own_boxes(boxes.given, sequences, at.i);
-        const int first = static_cast<int>(at.first);
-        const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        if (threadIdx.x == 0) m.start(boxes.given);
-        const QueryBlock<T, columns, between> block{
-            m, call, boxes, grad, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
-        __syncthreads();
-        const auto produce = [&]<bool by_tma>(int thread) {
-            if constexpr (!by_tma || !Tiles::masked)
-                QueryProducer<T, columns, between>{block}.template run<by_tma>(thread);
-        };
-        const auto consume = [&](int warpgroup) {
-            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-            QueryConsumer<T, columns, between> consumer{block, warpgroup, own_warp(), thread % 32};
-            consumer.run();
-            const bool nonfinite = any_consumer(consumer.nonfinite());
-            if (threadIdx.x == warpgroup_threads)
-                *grad.redo_queries.at(sequences.tile_of_block(sequences.of_queries, true), call.heads, head) =
-                    nonfinite ? 1 : 0;
-            consumer.store();
-        };
-        share_roles([&] { produce_by(boxes.given, produce); }, consume);
+        run_query_block<QueryProducer<T, columns, between>, QueryConsumer<T, columns, between>,
+                        GradientBlock<T, columns, between>>(call, sequences, boxes, grad, grad.redo_queries,
+                                                            [](const RowTile&, int) { return false; });
     }
 }
 
@@ -264,7 +229,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
     if (is_bias_alone(between))
         boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
     boxes.cut(call, sequences, grad.d_o, stream);
-    const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    const Blocks blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, Tiles::bytes, true}, stream,
            "attention's gradient of q on warpgroups", call, sequences, grad, boxes);
 }

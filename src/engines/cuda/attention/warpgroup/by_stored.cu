@@ -116,15 +116,14 @@ struct StoredConsumer {
         });
         nonfinite = any_consumer(nonfinite);
         if (threadIdx.x == warpgroup_threads)
-            *b.grad.redo_queries.at({0, b.sequence, q.first / M, 0}, b.call.heads, q.head) = nonfinite ? 1 : 0;
+            b.grad.redo_queries.mark({0, b.sequence, q.first / M, 0}, b.call.heads, q.head, nonfinite);
         const int first = q.first + row;
         if (first >= b.s.q_count) return;
         const View& to = b.grad.dq;
         const float factor = gradient_scale<T>(b.call);
         __syncwarp();
-        store_rows(b.m.dq(), row, dq, to,
-                   b.s.batch * to.stride[0] + (b.s.q_begin + first) * to.stride[1] + q.head * to.stride[2],
-                   b.s.q_count - first, b.call.channels, lane, [factor](int, float x) { return factor * x; });
+        store_rows(b.m.dq(), row, dq, to, query_row(to, b.s, first, q.head), b.s.q_count - first, b.call.channels, lane,
+                   [factor](int, float x) { return factor * x; });
     }
 };
 
@@ -151,9 +150,8 @@ __global__ void __launch_bounds__(block_threads, 1)
             const StoredProducer<T, columns> producer{block};
             block.each_queries([&](const auto& q) { producer.template run<by_tma>(q, tile, thread); });
         };
-        const auto consume = [&](int warpgroup) {
-            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-            const StoredConsumer<T, columns> consumer{block, warpgroup, own_warp(), thread % 32};
+        const auto consume = [&](int warpgroup, int warp, int lane) {
+            const StoredConsumer<T, columns> consumer{block, warpgroup, warp, lane};
             block.each_queries([&](const auto& q) { consumer.run(q, tile); });
         };
         share_roles([&] { produce_by(boxes.given, produce); }, consume);
@@ -181,10 +179,9 @@ void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequen
         static_cast<Plane*>(ds.view.data) - ds.first_sequence * ds.view.stride[0] - ds.first_head * ds.view.stride[1];
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
         if constexpr (type_of<T> == DType::bf16) {
-            const Index units = grad.heads * ((call.queries + M - 1) / M);
-            const dim3 blocks(static_cast<unsigned>(std::min(units, Index(multiprocessors()))), 1,
-                              static_cast<unsigned>(sequences.count));
-            launch(warpgroup_stored_kernel<T, columns>, {blocks, block_threads, StoredTiles<T, columns>::bytes, true},
+            const Index turns = grad.heads * blocks_of(call.queries, M), most = multiprocessors();
+            launch(warpgroup_stored_kernel<T, columns>,
+                   {{std::min(turns, most), 1, sequences.count}, block_threads, StoredTiles<T, columns>::bytes, true},
                    stream, "attention's gradient of q on warpgroups", with_ds, sequences, grad,
                    boxes_of<T, columns>(call, sequences, grad));
         }

@@ -9,6 +9,7 @@
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
 #include "engines/cuda/attention/warpgroup/mask.h"
+#include "engines/cuda/attention/warpgroup/query_block.h"
 #include "engines/cuda/attention/warpgroup/scores.h"
 #include "engines/cuda/attention/warpgroup/softmax.h"
 #include "engines/cuda/device/grid.h"
@@ -25,7 +26,7 @@ constexpr int M = warpgroup_rows;
 template <class T, int columns, Between between>
 struct ForwardTiles {
     static constexpr bool added = between == Between::added, alone = is_bias_alone(between), biased = added || alone;
-    static constexpr bool shares_bias = between == Between::shared_bias;
+    static constexpr bool shares_bias = between == Between::shared_bias, copied_by_threads = added;
     static constexpr int N = columns > 128 ? 64 : 128;
     static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
     using Query = Tile<T, columns, M>;
@@ -65,22 +66,13 @@ struct ForwardTiles {
     }
 };
 
-// What producer and consumers know of their block.
+template <class Tiles>
+__device__ bool adds_tiles(const AttentionCall& call) {
+    return Tiles::added && (call.bias || call.mask);
+}
+
 template <class T, int columns, Between between>
-struct ForwardBlock {
-    using Tiles = ForwardTiles<T, columns, between>;
-
-    Tiles m;
-    const AttentionCall& call;
-    const OperandBoxes& boxes;
-    const ForwardOutputs& out;
-    const AttentionSequences& sequences;
-    const AttentionSequence& s;
-    int head, first;
-    Span keys;
-
-    __device__ bool adds_tiles() const { return Tiles::added && (call.bias || call.mask); }
-};
+using ForwardBlock = QueryBlock<ForwardTiles<T, columns, between>, ForwardOutputs>;
 
 template <class T, int columns, Between between>
 struct ForwardProducer {
@@ -94,12 +86,10 @@ struct ForwardProducer {
     __device__ void run(int thread) const {
         const Tiles& m = b.m;
         const int key_head = b.head / b.call.group;
-        const auto own = [&](const Boxes& all, int which) -> const Boxes& {
-            return own_boxes<by_tma>(all, b.sequences, b.s, which);
-        };
-        const auto q = rows_of_queries<by_tma>(b.call.q, own(b.boxes.q, 0), b.s, b.head, b.call.channels);
-        const auto k = rows_of_keys<by_tma>(b.call.k, own(b.boxes.k, 1), b.call, b.s, key_head, b.call.channels);
-        const auto v = rows_of_keys<by_tma>(b.call.v, own(b.boxes.v, 2), b.call, b.s, key_head, b.call.value_channels);
+        const BlockRows<by_tma> rows{b.call, b.boxes, b.sequences, b.s};
+        const auto q = rows.q(b.head);
+        const auto k = rows.k(key_head);
+        const auto v = rows.v(key_head);
         const typename Tiles::AddedTile extra(b.call, b.s, b.head);
         if (b.keys.begin >= b.keys.end) return;
         const auto bring_values = [&](int tile, int at) {
@@ -124,7 +114,7 @@ struct ForwardProducer {
                 extra.template bring_bias<by_tma>(m.bias(tile), b.boxes.bias, b.first, at, thread, full);
             end_stage<by_tma>(m.of_keys(), tile);
             if (tile > 0) bring_values(tile - 1, at - N);
-            if (!b.adds_tiles()) continue;
+            if (!adds_tiles<Tiles>(b.call)) continue;
             m.of_bias().acquire(tile);
             if (b.call.bias) extra.copy_bias(m.bias(tile), b.first, at, thread);
             if (b.call.mask) {
@@ -188,10 +178,10 @@ struct ForwardConsumer {
                 if constexpr (Tiles::alone) {
                     scores.take(bias, x);
                 } else {
-                    if (b.adds_tiles()) m.of_bias().wait(tile);
+                    if (adds_tiles<Tiles>(b.call)) m.of_bias().wait(tile);
                     scores.take(m.bias(tile), m.bits(), at, x);
                     if (Tiles::added && b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
-                    if (b.adds_tiles()) m.of_bias().release(tile, lane);
+                    if (adds_tiles<Tiles>(b.call)) m.of_bias().release(tile, lane);
                 }
                 if (mask.hides<N>(at)) mask.hide(x, at, lane);
                 softmax.template take<Tiles::biased>(x, exponent_scale(b.call, Tiles::biased), factor);
@@ -227,22 +217,18 @@ struct ForwardConsumer {
             const bool seen = softmax.top[half] != -INFINITY;
             const RowEnd end =
                 end_of_row(b.call, b.head, softmax.top[half] * scale_left(b.call, Tiles::biased), sum, seen);
-            scale[half] = weight_unit<T> * end.scale;
+            scale[half] = weight_scale<T> * end.scale;
             const int i = b.first + row() + lane / 4 + 8 * half;
             if (i >= b.s.q_count) return;
-            // The sum is at least about 1, unless a score times c has lost digits. Without a key that counts although
-            // one is visible, all scores are −∞.
-            nonfinite = nonfinite || !isfinite(sum) || (seen && sum < 0.5F) ||
-                        (!seen && !b.call.mask && !b.call.bias && mask.seen[half].begin < mask.seen[half].end) ||
+            nonfinite = nonfinite || is_lost(b.call, sum, seen, mask.seen[half].begin < mask.seen[half].end) ||
                         !o.row_is_finite(half);
             if (lane % 4 == 0) store_row_end(b.call, b.out, b.s, b.head, i, end);
         });
         const int first = b.first + row();
         const View& to = b.out.o;
         if (to && first < b.s.q_count)
-            store_rows(b.m.q(), row(), o, to,
-                       b.s.batch * to.stride[0] + (b.s.q_begin + first) * to.stride[1] + b.head * to.stride[2],
-                       b.s.q_count - first, b.call.value_channels, lane,
+            store_rows(b.m.q(), row(), o, to, query_row(to, b.s, first, b.head), b.s.q_count - first,
+                       b.call.value_channels, lane,
                        [&scale](int half, float x) { return scale[half] == 0 ? 0.0F : x * scale[half]; });
         return nonfinite;
     }
@@ -254,33 +240,12 @@ __global__ void __launch_bounds__(block_threads, 1)
                              const __grid_constant__ AttentionSequences sequences,
                              const __grid_constant__ OperandBoxes boxes, const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
-        using Tiles = ForwardTiles<T, columns, between>;
         ptx::follow_launch_before();
         if (out.far_lse && *out.redo.any == 0) return;
-        const int head = static_cast<int>(blockIdx.x);
-        const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
-        if (!at) return out.redo.clear(at, call.heads, head);
-        if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
-        take_own_boxes(boxes.given, sequences, at.i);
-        const int first = static_cast<int>(at.first);
-        const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        if (threadIdx.x == 0) m.start(boxes.given);
-        const ForwardBlock<T, columns, between> block{
-            m, call, boxes, out, sequences, s, head, first, keys_of_block<Tiles::N>(call, s, first)};
-        __syncthreads();
-        const auto produce = [&]<bool by_tma>(int thread) {
-            if constexpr (!by_tma || !Tiles::added)
-                ForwardProducer<T, columns, between>{block}.template run<by_tma>(thread);
-        };
-        const auto consume = [&](int warpgroup) {
-            const int thread = static_cast<int>(threadIdx.x) % warpgroup_threads;
-            ForwardConsumer<T, columns, between> consumer{block, warpgroup, own_warp(), thread % 32};
-            const bool nonfinite = any_consumer(consumer.run());
-            if (warpgroup == 0 && thread == 0)
-                *out.redo.at(sequences.tile_of_block(sequences.of_queries, true), call.heads, head) = nonfinite ? 1 : 0;
-        };
-        share_roles([&] { produce_by(boxes.given, produce); }, consume);
+        run_query_block<ForwardProducer<T, columns, between>, ForwardConsumer<T, columns, between>,
+                        ForwardBlock<T, columns, between>>(
+            call, sequences, boxes, out, out.redo,
+            [&](const RowTile& at, int head) { return out.far_lse && *out.redo.at(at, call.heads, head) == 0; });
     }
 }
 
@@ -292,7 +257,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
     if (columns <= 128 && !Tiles::added) boxes = OperandBoxes::of(call, sequences, {}, M, Tiles::N);
     if (Tiles::alone) boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
     boxes.cut(call, sequences, {}, stream);
-    const dim3 blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    const Blocks blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
     launch(warpgroup_forward_kernel<T, columns, between>,
            {blocks, block_threads, Tiles::bytes, static_cast<bool>(out.far_lse)}, stream,
            "attention forward on warpgroups", call, sequences, boxes, out);

@@ -40,7 +40,7 @@ struct Softmax {
         x.add_row_sums(sum);
     }
 
-    __device__ float row_sum(int half) const { return sum_of_lanes<4>(weight_unit<T> * sum[half]); }
+    __device__ float row_sum(int half) const { return sum_of_lanes<4>(weight_scale<T> * sum[half]); }
 
   private:
     // top changes only when a weight would exceed 2^slack, or a sum 2^24: so older sums seldom shrink.

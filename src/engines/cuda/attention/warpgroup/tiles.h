@@ -48,7 +48,7 @@ void with_tiles(const AttentionCall& call, const With& with) {
 template <class T>
 inline constexpr float weight_exponent = type_of<T> == DType::f16 ? 10 : 0;
 template <class T>
-inline constexpr float weight_unit = type_of<T> == DType::f16 ? 0x1p-10F : 1;
+inline constexpr float weight_scale = type_of<T> == DType::f16 ? 0x1p-10F : 1;
 
 // Rows [row, row + count) of a tile: those from `first` on, zeros where there are none, in the background, by a
 // warpgroup.
