@@ -116,7 +116,7 @@ def kept(document, title):
 
 
 def tells(work, cells, lines):
-    """Whether a row is shown: one of D64 that meets its goals is not, beside the same of D128."""
+    """Whether a row is shown: one of D64 that reaches its goals is not, beside the same of D128."""
     return "D64" not in work or work.replace("D64", "D128") not in lines or any("**" in cell for cell in cells.values())
 
 

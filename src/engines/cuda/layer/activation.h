@@ -5,7 +5,7 @@
 
 namespace softdelta::cuda {
 
-// σ(x) and σ(−x) = 1 − σ(x), to within a few units in the last place.
+// σ(x) and σ(−x) = 1 − σ(x), to within a few ulps.
 struct Sigmoid {
     float of_x, of_minus_x;
 

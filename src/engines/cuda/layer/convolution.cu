@@ -4,7 +4,7 @@
 //     z_t = bias + Σ_{i<W} weight_i·x_{t−W+1+i},   y_t = act(z_t)
 //     dz_t = dy_t·act'(z_t),   dx_s = Σ_{i<W} weight_i·dz_{s+W−1−i},   dweight_i = Σ_t dz_t·x_{t−W+1+i}
 //
-// A tile may hold parts of several sequences. Sums for dweight and dbias are one for each tile, added in order
+// A tile may hold parts of several sequences. Each tile has a sum for dweight and dbias; these are added in order
 // (partial_sums.h). States are written when all tokens are done, since a state may be updated in place.
 #include "engines/cuda/device/grid.h"
 #include "engines/cuda/device/workspace.h"

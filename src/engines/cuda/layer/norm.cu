@@ -72,7 +72,7 @@ __device__ inline std::uint32_t warp() {
     return blockIdx.x * warps + threadIdx.x / lanes;
 }
 
-// Of a row whose squares f32 does not hold they are summed anew, of this times its numbers; ε is nothing beside them.
+// Where f32 does not hold the squares of a row, those of this times the row are summed. ε vanishes beside them.
 constexpr float shrunk = 0x1p-100F;
 
 // Rows of a warp. A row that the lanes hold at once (held) is read once, and the weights once for all of them.

@@ -11,7 +11,7 @@ struct PartialSums {
     Index rows, columns;
 
     Index floats() const;
-    // Sums them. They are changed. Returns where the sums lie; [columns], 0 without rows.
+    // Sums them in place, and returns where the sums [columns] lie; they are 0 without rows.
     const float* add(float* memory, cudaStream_t stream) const;
 };
 

@@ -34,8 +34,8 @@ __device__ inline void wait_for_copies_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// Four or eight bytes from global memory, zeros where `take` is false: a load that is on its way until its result is
-// used, however many there are.
+// Four or eight bytes from global memory, zeros where `take` is false. Such loads do not wait for each other: only the
+// use of a result waits.
 __device__ inline std::uint32_t load_word(const void* from, bool take) {
     std::uint32_t out;
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.b32 %0, [%1];\n}"
@@ -53,7 +53,7 @@ __device__ inline float2 load_pair(const void* from, bool take) {
     return out;
 }
 
-// What is soon read from there comes nearer, to the cache that all multiprocessors share.
+// Prefetches what is soon read into L2.
 __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -342,8 +342,8 @@ __device__ inline void follow_launch_before() {
     wait_for_launch_before();
     let_next_begin();
 }
-// Flags in global memory, between blocks: what this thread wrote, and others before a barrier, is there for who sees
-// it.
+// Flags in global memory, between blocks. A block that sees the flag also sees what this thread wrote, and other
+// threads before a barrier.
 __device__ inline void raise_flag(int* flag) {
     asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
@@ -359,7 +359,7 @@ __device__ inline float exp2(float x) {
     return out;
 }
 
-// 1 / x to within a unit in the last place; 0 of what has no reciprocal above 2^−126.
+// 1 / x to within an ulp; 0 where the reciprocal is below 2^−126.
 __device__ inline float reciprocal(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));

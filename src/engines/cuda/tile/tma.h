@@ -46,8 +46,8 @@ inline Boxes boxes_of(const BoxShape& shape) {
     return boxes;
 }
 
-// The engine's knowledge of `count` rows alone that begin at `data`, in device memory. Who copies by it calls
-// take_cut_boxes() before, in a later launch.
+// The engine's knowledge of `count` rows alone that begin at `data`, in device memory. A later launch calls
+// take_cut_boxes() before it copies.
 __device__ inline void cut_boxes(Boxes& to, const Boxes& from, const void* data, int count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     to = from;
