@@ -46,15 +46,17 @@ class Problem:
     def options(self):
         return dict(causal=TOP_LEFT if self.causal else NO_CAUSAL, window_left=self.window - 1 if self.window else -1)
 
-    def forward(self, m, threads=None):
-        return m.library.attention_forward(self.inputs(), dict(o=self.o, lse=self.lse), threads, **self.options())
+    def forward(self, m, threads=None, lse=False):
+        """Of o alone, which is what SDPA returns."""
+        outputs = dict(o=self.o, lse=self.lse) if lse else dict(o=self.o)
+        return m.library.attention_forward(self.inputs(), outputs, threads, **self.options())
 
     def backward(self, m, dbias=False, threads=None):
         """The backward alone; its first call runs the forward whose o and lse it needs."""
         self.gradients = {"d" + n: torch.empty_like(getattr(self, n)) for n in ["q", "k", "v"] + ["bias"] * dbias}
         call = m.library.attention_backward(self.inputs(), dict(o=self.o, lse=self.lse, d_o=self.do, **self.gradients),
                                             threads, **self.options())
-        forward = [self.forward(m)]
+        forward = [self.forward(m, lse=True)]
 
         def backward():
             if forward:

@@ -17,17 +17,14 @@ namespace forward_blocks {
 inline constexpr Index rows = 192;
 inline constexpr Index keys = 256;
 inline constexpr Index unit_rows = 4 * rows;
-// By matrix tiles a panel of scores and a part of probabilities, 32 rows each, stay in the first-level cache
-// (forward/by_tiles.h).
+// By matrix tiles 32 rows of scores and probabilities stay in the first-level cache (forward/by_tiles.h).
 template <class P>
 constexpr Index group_rows = P::Tiles::exist ? 2 * tile_size : row_tile<P>;
 template <class P>
 constexpr Index keys_of = P::Tiles::exist ? 512 : keys;
 template <class P>
 constexpr Index score_row = padded(keys_of<P>);
-// Powers of two that exponentials may grow by before sums are multiplied, and that a rise counts at most: an error of
-// 2^-24 of it is that of exponentials.
-inline constexpr float kept_rise = 8, most_rise = 128;
+inline constexpr float kept_rise = 8;      // powers of two that exponentials may grow by before sums are multiplied
 inline constexpr float most_total = 1024;  // of four exponentials, each at most 2^kept_rise
 }  // namespace forward_blocks
 

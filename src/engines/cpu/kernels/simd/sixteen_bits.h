@@ -15,6 +15,15 @@ inline constexpr float magic = 0x1.8p23F;  // its sum with a smaller number ends
 inline constexpr int magic_bits = 0x4b400000;
 inline constexpr float largest = 0x1p21F;  // exponents and bases in these units: their sums with magic stay above 0
 
+// Where key k of 32 lies among its 32 numbers of 16 bits, and which lies there: instructions that make these of 16 and
+// 16 numbers of 32 bits put four of the first before four of the others.
+constexpr int place(int k) {
+    return k / 4 % 4 * 8 + k / 16 * 4 + k % 4;
+}
+constexpr int key_at(int place) {
+    return place / 4 % 2 * 16 + place / 8 * 4 + place % 4;
+}
+
 constexpr double power_of_two(double x) {  // 0 ≤ x < 1, by its series
     double sum = 1, term = 1;
     for (int i = 1; i < 30; ++i) sum += term *= x * 0.69314718055994531 / i;

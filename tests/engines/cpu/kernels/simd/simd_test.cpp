@@ -272,7 +272,7 @@ TEST(Simd, LanesCount) {
     for (Index i = 0; i < W; ++i) EXPECT_EQ(out[i], static_cast<float>(i));
 }
 
-// Exponentials of matrix tiles: 2^x of 2·W numbers as pairs of bf16, in their order.
+// Exponentials of matrix tiles: 2^x of 2·W numbers.
 template <class Tiles, bool bounded>
 std::vector<float> exponentials_in_16_bits(const float* x) {
     const typename Tiles::Exponentials of(splat(kernels::sixteen_bits::one));
@@ -280,7 +280,11 @@ std::vector<float> exponentials_in_16_bits(const float* x) {
     std::uint32_t words[W];
     store(words, pairs);
     std::vector<float> p;
-    for (const std::uint32_t word : words) p.insert(p.end(), {half_of(word, 0), half_of(word, 1)});
+    for (int i = 0; i < 2 * W; ++i) {
+        const int at = kernels::sixteen_bits::place(i);
+        EXPECT_EQ(kernels::sixteen_bits::key_at(at), i);
+        p.push_back(half_of(words[at / 2], at % 2));
+    }
     double sums = 0;
     for (const float y : p) sums += static_cast<double>(y);
     if (std::isfinite(sums)) {
@@ -305,6 +309,13 @@ void check_exponentials_in_16_bits() {
     }
     EXPECT_LT(std::sqrt(squares / count), 2.1e-3);
     EXPECT_LT(std::abs(total / count), 1e-4);
+    for (int i = 0; i < 2 * W; ++i) x[i] = static_cast<float>(i);
+    std::uint32_t words[W];
+    store(words, Tiles::Exponentials::round(load(x), load(x + W)));
+    for (int i = 0; i < 2 * W; ++i) {
+        const int at = kernels::sixteen_bits::place(i);
+        EXPECT_EQ(half_of(words[at / 2], at % 2), x[i]);
+    }
     const auto one = [&](float y) {
         for (float& e : x) e = y;
         return exponentials_in_16_bits<Tiles, false>(x)[0];

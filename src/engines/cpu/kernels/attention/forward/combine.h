@@ -8,14 +8,14 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// The last step of row r: o is divided and rounded once. Overwrites o. sum: under the maximum; divisor: the same sum in
-// the scale of o.
+// The last step of row r: o is divided and rounded once. Overwrites o. Sums are under the maximum: that of o's
+// exponentials, and the one that the logarithm is of.
 [[gnu::noinline]] inline void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum,
-                                         float divisor, const AttentionOutput& out) {
-    const bool logarithm = out.lse.data != nullptr || head.sink.data != nullptr;
-    const RowSoftmax softmax = logarithm ? end_softmax(head, r, maximum, sum) : RowSoftmax{0, 0, 1, 0};
+                                         float exact, const AttentionOutput& out) {
+    const bool sink = head.sink.data != nullptr;
+    const RowSoftmax softmax = sink ? end_softmax(head, r, maximum, sum) : RowSoftmax{0, 0, 1, 0};
     const bool empty = sum == 0.0F && softmax.sink == 0 && !sees_any_key(head, r);
-    const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / divisor);
+    const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / sum);
     for (Index i = 0; i < head.value_size; i += W) store(o + i, load(o + i) * factor);
     const Index h = r / head.queries;
     const Index i = r % head.queries;
@@ -23,7 +23,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
         store_row(o, head.value_size, element(out.o.data, out.o.dtype, h * out.o.head + i * out.o.row), out.o.dtype,
                   out.o.column);
     if (out.lse.data != nullptr) {
-        const float lse[W] = {empty ? head.empty_lse : static_cast<float>(softmax.lse)};
+        const float lse[W] = {empty ? head.empty_lse : static_cast<float>(end_softmax(head, r, maximum, exact).lse)};
         store_row(lse, 1, element(out.lse.data, out.lse.dtype, h * out.lse.head + i * out.lse.row), out.lse.dtype, 1);
     }
 }

@@ -19,7 +19,9 @@ class Forward : ForwardUnit<P> {
     using Unit::at_, Unit::begin_, Unit::head_, Unit::mask_, Unit::rows_, Unit::score_row, Unit::slope_;
 
   public:
-    Forward(const AttentionHead& head, Index begin, Index end, std::byte* scratch) : Unit(head, begin, end, scratch) {}
+    Forward(const AttentionHead& head, Index begin, Index end, bool /*exact*/, std::byte* /*packed*/,
+            std::byte* scratch)
+        : Unit(head, begin, end, scratch) {}
 
     void start() {
         pack_a<P>(
@@ -180,11 +182,7 @@ using ForwardOf = std::conditional_t<P::Tiles::exist, ForwardByTiles<P>, Forward
 template <class P>
 void run_head(const AttentionHead& head, Index begin, Index end, std::byte* packed, std::byte* scratch,
               const AttentionOutput& out) {
-    ForwardOf<P> forward(head, begin, end, scratch);
-    if constexpr (P::Tiles::exist) {
-        forward.use(packed);
-        forward.round_sums(out.lse.data == nullptr && head.sink.data == nullptr);
-    }
+    ForwardOf<P> forward(head, begin, end, out.lse.data != nullptr, packed, scratch);
     forward.start();
     forward.keys(0, head.keys);
     forward.finish(out);
@@ -193,7 +191,7 @@ void run_head(const AttentionHead& head, Index begin, Index end, std::byte* pack
 template <class P>
 void run_head_partial(const AttentionHead& head, Index begin, Index end, Index first, Index last, std::byte* scratch,
                       const PartialSoftmax& out) {
-    ForwardOf<P> forward(head, begin, end, scratch);
+    ForwardOf<P> forward(head, begin, end, true, nullptr, scratch);
     forward.start();
     forward.keys(first, last);
     forward.finish_partial(out);

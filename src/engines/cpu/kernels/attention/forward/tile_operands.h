@@ -6,6 +6,7 @@
 #include "engines/cpu/kernels/attention/mask.h"
 #include "engines/cpu/kernels/gemm/tile_products.h"
 #include "engines/cpu/kernels/scratch.h"
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -14,7 +15,7 @@ struct TileOperands {
     using Taken = std::uint64_t;
 
     std::uint32_t* keys;    // [key tile, D / 32] B: 32 numbers of 16 keys
-    std::uint32_t* values;  // [part, Dv / 16, step] B: 32 keys of 16 columns
+    std::uint32_t* values;  // [part, Dv / 16, step] B: 32 keys of 16 columns, in the order of sixteen_bits::place()
     // [part, 2] bits of values that hold an Inf or a NaN. They are zeros in the operand, since 0·∞ is NaN where a row
     // does not see the key, and are added where it is seen.
     Taken* taken;
@@ -109,7 +110,7 @@ class PackOperands {
         for (Index r = 0; r < W; ++r) {
             const auto half = [&](Index i) {
                 return reinterpret_cast<const std::uint16_t*>(
-                    row(head_.v, head_.value_size, first + 2 * r + i, last, i));
+                    row(head_.v, head_.value_size, first + sixteen_bits::key_at(2 * r + i), last, i));
             };
             const std::uint16_t *a = half(0), *b = half(1);
             for (Index n = 0; n < out_.columns; ++n) {
@@ -122,9 +123,10 @@ class PackOperands {
     }
 
     void clear(Index key, Word* out) const {
+        const Index at = sixteen_bits::place(key);
         for (Index n = 0; n < out_.columns; ++n) {
-            Word* words = out + n * TileOperands::part_steps * tile_words + key / 2 * W;
-            store(words, load(words) & U(key % 2 == 0 ? 0xffff0000U : 0x0000ffffU));
+            Word* words = out + n * TileOperands::part_steps * tile_words + at / 2 * W;
+            store(words, load(words) & U(at % 2 == 0 ? 0xffff0000U : 0x0000ffffU));
         }
     }
 

@@ -1,6 +1,6 @@
 // Products of matrix tiles between other work. No vector instruction waits for the tile unit as long as few products
-// stand between them. So a panel of 32 rows and 64 keys goes through three stages, of which each works on another panel
-// at a time:
+// stand between them. So a panel of 32 rows and some keys goes through three stages, of which each works on another
+// panel at a time:
 //
 //     scores of panel t + 1   | a product or two after each
 //     exponentials of panel t | step of the caller
@@ -13,10 +13,11 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// chunks: how many 16 pairs a row of queries has; columns: how many 16 columns of o a panel adds to.
+// chunks: how many 16 pairs a row of queries has; columns: how many 16 columns of o a panel adds to. Beside long rows
+// a panel has fewer keys, so that two threads of a core find all of theirs in its first-level cache.
 template <class Tiles, int chunks, int columns>
 struct TilePanel {
-    static constexpr int key_tiles = 4, part_steps = 4, steps = 32;  // a part: 128 keys
+    static constexpr int key_tiles = chunks < 4 ? 4 : 2, part_steps = 4, steps = 32;  // a part: 128 keys
     using Word = std::uint32_t;
 
     const Word *q, *keys;    // [chunks, 2 tiles], [key_tiles, chunks]
@@ -37,7 +38,8 @@ struct TilePanel {
                                                                  key_tiles * score_steps + n * sum_steps, step);
         };
         if constexpr (columns <= 4) {
-            score(0), score(1), score(2), score(3);
+            score(0), score(1);
+            if constexpr (key_tiles > 2) score(2), score(3);
             sum(0), sum(1);
             if constexpr (columns > 2) sum(2);
             if constexpr (columns > 3) sum(3);

@@ -57,8 +57,8 @@ class MatrixTiles {
       public:
         // slope: of exponents, as fixed point of 16 bits.
         explicit Exponentials(F slope) : slope_(slope) {}
-        // 2^((score·slope + offset) / 256) of 32 scores as pairs; offset: on top of the magic number. Not bounded: a
-        // score may be anything, NaN stays NaN.
+        // 2^((score·slope + offset) / 256) of 32 scores, in the order of sixteen_bits::place(); offset: on top of the
+        // magic number. Not bounded: a score may be anything, NaN stays NaN.
         template <bool bounded>
         U of(F first, F second, F offset) const {
             const U sums[] = {as_words(fma(first, slope_, offset)), as_words(fma(second, slope_, offset))};
@@ -74,12 +74,24 @@ class MatrixTiles {
                 const int rest = x - sixteen_bits::corrections[static_cast<std::size_t>(x >> 2 & 63)];
                 return static_cast<std::uint32_t>((rest < 0 ? 0 : rest) >> 1);
             };
-            return U::of([&](std::size_t i) { return half(2 * i) | half(2 * i + 1) << 16; });
+            return in_order(half);
+        }
+        // Of 32 bits, rounded to nearest even.
+        static U round(F first, F second) {
+            const U words = neighbours(first, second);
+            return in_order([&](std::size_t i) { return words.lanes[i / 2] >> i % 2 * 16 & 0xffffU; });
         }
         // sums + both numbers of each word.
         F add(U words, F sums) const { return multiply_add_pairs(as_floats(words), as_floats(U(0x3f803f80U)), sums); }
 
       private:
+        template <class Half>
+        static U in_order(Half&& half) {
+            const auto at = [&](std::size_t i) {
+                return half(static_cast<std::size_t>(sixteen_bits::key_at(static_cast<int>(i))));
+            };
+            return U::of([&](std::size_t i) { return at(2 * i) | at(2 * i + 1) << 16; });
+        }
         F slope_;
     };
 

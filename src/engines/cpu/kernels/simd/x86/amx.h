@@ -62,14 +62,13 @@ class MatrixTiles {
         SOFTDELTA_INLINE explicit Exponentials(F slope)
             : slope_(slope),
               table_(_mm512_load_si512(sixteen_bits::corrections.data())),
-              order_(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7)),
               shift_(_mm512_set1_epi32(sixteen_bits::magic_bits - sixteen_bits::bias)),
               ones_(_mm512_set1_epi32(0x3f803f80)),
               low_bytes_(0x5555555555555555U) {
-            asm("" : "+v"(slope_), "+v"(table_), "+v"(order_), "+v"(shift_), "+v"(ones_), "+Yk"(low_bytes_));
+            asm("" : "+v"(slope_), "+v"(table_), "+v"(shift_), "+v"(ones_), "+Yk"(low_bytes_));
         }
-        // 2^((score·slope + offset) / 256) of 32 scores as pairs; offset: on top of the magic number. Not bounded: a
-        // score may be anything, NaN stays NaN.
+        // 2^((score·slope + offset) / 256) of 32 scores, in the order of sixteen_bits::place(); offset: on top of the
+        // magic number. Not bounded: a score may be anything, NaN stays NaN.
         template <bool bounded>
         SOFTDELTA_INLINE U of(F first, F second, F offset) const {
             const auto fixed = [&](F score) {
@@ -80,7 +79,11 @@ class MatrixTiles {
             };
             const __m512i x = _mm512_packus_epi32(fixed(first), fixed(second));
             const __m512i correction = _mm512_maskz_permutexvar_epi8(low_bytes_, _mm512_srli_epi16(x, 2), table_);
-            return _mm512_permutexvar_epi64(order_, _mm512_srli_epi16(_mm512_subs_epu16(x, correction), 1));
+            return _mm512_srli_epi16(_mm512_subs_epu16(x, correction), 1);
+        }
+        // Of 32 bits, rounded to nearest even.
+        SOFTDELTA_INLINE static U round(F first, F second) {
+            return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), neighbours(first, second));
         }
         // sums + both numbers of each word.
         SOFTDELTA_INLINE F add(U words, F sums) const {
@@ -89,7 +92,7 @@ class MatrixTiles {
 
       private:
         __m512 slope_;
-        __m512i table_, order_, shift_, ones_;
+        __m512i table_, shift_, ones_;
         __mmask64 low_bytes_;
     };
 
