@@ -28,6 +28,43 @@ SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a
         for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
 }
 
+// sums += A·B over whole vectors of the depth where A lies by rows: every W factors of a row are one load. Returns how
+// far. Of B no more than a row is held, and read again for the next four rows of A: registers are full of sums.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE Index accumulate_by_lanes(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
+    constexpr int group = 4;
+    const auto* a_rows = reinterpret_cast<const float*>(a.data);
+    const auto* b_row = reinterpret_cast<const float*>(b);
+    Index k = 0;
+    for (; k + W <= depth; k += W) {
+#pragma GCC unroll 3
+        for (int m = 0; m < rows; m += group) {
+            F factors[group];
+            const int height = min(group, rows - m);
+#pragma GCC unroll 4
+            for (int i = 0; i < height; ++i) factors[i] = load(a_rows + (m + i) * a.row + k);
+            const auto step = [&]<int lane>(std::integral_constant<int, lane> /*lane*/) __attribute__((always_inline)) {
+                F operand[vectors];
+                keep_loads_below();
+#pragma GCC unroll 2
+                for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + (lane * vectors + n) * W);
+#pragma GCC unroll 4
+                for (int i = 0; i < height; ++i)
+#pragma GCC unroll 2
+                    for (int n = 0; n < vectors; ++n)
+                        sums[m + i][n] =
+                            P::template multiply_add_by_factor<lane>(factors[i], operand[n], sums[m + i][n]);
+            };
+            [&]<int... lane>(std::integer_sequence<int, lane...> /*lanes*/) __attribute__((always_inline)) {
+                (step(std::integral_constant<int, lane>{}), ...);
+            }
+            (std::make_integer_sequence<int, static_cast<int>(W)>{});
+        }
+        b_row += W * vectors * W;
+    }
+    return k;
+}
+
 // sums += A·B. padded: behind its rows A has memory for those of a tile. Every third row of A has a pointer, from which
 // the two after it are reached: all addresses stay in registers.
 template <class P, int rows, int vectors, bool padded = false>
@@ -35,6 +72,14 @@ SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a,
     if constexpr (P::Tiles::exist) {
         accumulate_by_tiles<P, rows, vectors>(sums, a, padded ? tile_size : rows, b, depth);
         return;
+    }
+    if constexpr (multiplies_by_lane) {
+        if (a.step == 1) {
+            const Index done = accumulate_by_lanes<P>(sums, a, b, depth);
+            a.data += done;
+            b += done * vectors * W;
+            depth -= done;
+        }
     }
     constexpr int bases = (rows + 2) / 3;
     const float* a_rows[bases];
@@ -48,30 +93,28 @@ SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a,
         for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + n * W);
 #pragma GCC unroll 12
         for (int m = 0; m < rows; ++m) {
-            const F broadcast = splat(a_rows[m / 3][m % 3 * a.row]);
+            const F factor = load_factor(a_rows[m / 3] + m % 3 * a.row);
 #pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add(broadcast, operand[n], sums[m][n]);
+            for (int n = 0; n < vectors; ++n) sums[m][n] = P::multiply_add_by_factor(factor, operand[n], sums[m][n]);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < bases; ++i) a_rows[i] = advance_pointer(a_rows[i], a.step);
     }
 }
 
-// C = start + A·B. C is fetched while the sums are computed.
-template <class P, int rows, int vectors>
-[[gnu::noinline]] void microkernel(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
-                                   float* c, Index c_row, Start start, const float* factor) {
-    F sums[rows][vectors];
-#pragma GCC unroll 12
-    for (int m = 0; m < rows; ++m)
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
+// C is fetched while the sums are computed.
+template <int rows, int vectors>
+SOFTDELTA_INLINE void fetch_sums(const float* c, Index c_row, Start start) {
     if (start != Start::zero) {
         const float* ahead = c;
         for (int m = 0; m < rows; ++m, ahead += c_row)
             for (Index i = 0; i < vectors * W; i += 16) prefetch_for_write(ahead + i);
     }
-    accumulate_product<P, rows, vectors>(sums, {a, a_row, a_step}, b, depth);
+}
+
+// C = start + sums, the first `rows` of them.
+template <int rows, int vectors, int all>
+SOFTDELTA_INLINE void store_sums_of(F (&sums)[all][vectors], float* c, Index c_row, Start start, const float* factor) {
     const float one = 1.0F;
     const Index factor_step = start == Start::scale ? 1 : 0;
     if (start != Start::scale) factor = &one;
@@ -85,6 +128,20 @@ template <class P, int rows, int vectors>
 #pragma GCC unroll 2
         for (int n = 0; n < vectors; ++n) store(c + n * W, sums[m][n]);
     }
+}
+
+// C = start + A·B.
+template <class P, int rows, int vectors>
+[[gnu::noinline]] void microkernel(const Element<P>* a, Index a_row, Index a_step, const Element<P>* b, Index depth,
+                                   float* c, Index c_row, Start start, const float* factor) {
+    F sums[rows][vectors];
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) sums[m][n] = splat(0.0F);
+    fetch_sums<rows, vectors>(c, c_row, start);
+    accumulate_product<P, rows, vectors>(sums, {a, a_row, a_step}, b, depth);
+    store_sums_of<rows>(sums, c, c_row, start, factor);
 }
 
 template <class P>

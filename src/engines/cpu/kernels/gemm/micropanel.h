@@ -38,8 +38,6 @@ inline constexpr int NR_vectors = 2;
 inline constexpr Index NR = NR_vectors * W;
 inline constexpr int MR = vector_registers == 32 ? 12 : 6;
 static_assert(MR * NR_vectors + NR_vectors + 1 <= vector_registers);
-static_assert(!multiplies_by_lane,
-              "the microkernel broadcasts elements of A; lanes would need micropanels of A as well");
 
 template <class P>
 using Element = typename P::Element;

@@ -15,18 +15,28 @@ inline constexpr int tile_size = 16;  // rows of a matrix tile, and pairs of a r
 struct FloatProduct {
     using Element = float;
     using Tiles = NoTiles;
+    using Blocks = NoBlocks;
     static constexpr Index depth = 1;  // numbers along the depth in an element
     SOFTDELTA_INLINE static F multiply_add(F a, F b, F c) { return fma(a, b, c); }  // c + a·b, lane by lane
+    template <int lane = 0>
+    SOFTDELTA_INLINE static F multiply_add_by_factor(F factors, F b, F c) {
+        return multiply_add_factor<lane>(factors, b, c);
+    }
 };
 
 struct PairProduct {
     using Element = std::uint32_t;
     using Tiles = MatrixTiles;
+    using Blocks = kernels::SOFTDELTA_ISA_NAMESPACE::Blocks;
     static constexpr Index depth = 2;
     // A template: only levels with has_bf16_products have what it calls.
     template <class Vector>
     SOFTDELTA_INLINE static Vector multiply_add(Vector a, Vector b, Vector c) {
         return multiply_add_pairs(a, b, c);
+    }
+    template <int lane = 0, class Vector>
+    SOFTDELTA_INLINE static Vector multiply_add_by_factor(Vector factors, Vector b, Vector c) {
+        return multiply_add_pairs_by_factor<lane>(factors, b, c);
     }
 };
 

@@ -2,7 +2,7 @@
 // micropanel.h for how operands lie.
 #pragma once
 
-#include "engines/cpu/kernels/gemm/microkernel.h"
+#include "engines/cpu/kernels/gemm/block_microkernel.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -52,6 +52,37 @@ void product_by_tiles(Index rows, Index columns, MatrixA<P> a, PackedB<P> b, Mat
     }
 }
 
+// product() below of bf16 pairs by blocks, the depth in parts of block_depth words.
+template <class P, class Fetch>
+void product_by_blocks(Index rows, Index columns, MatrixA<P> a, PackedB<P> b, MatrixC c, const Range* column_ranges,
+                       const Range* depth_ranges, Fetch& fetch) {
+    static constexpr auto wide = block_microkernels<P, 2>(std::make_index_sequence<MR>{});
+    static constexpr auto narrow = block_microkernels<P, 1>(std::make_index_sequence<MR>{});
+    alignas(64) Element<P> joined[block_depth / 2 * block_pairs * W];
+    for (Index m = 0, t = 0; m < rows; m += MR, ++t) {
+        const Index height = min(rows - m, MR);
+        const Range range = depth_ranges ? depth_ranges[t] : Range{0, b.depth};
+        if (range.empty() && c.start != Start::zero) continue;
+        const Index end = range.empty() ? range.begin : range.end;
+        Start start = c.start;
+        Index k = range.begin;
+        do {
+            const Index depth = min(end - k, block_depth);
+            join_rows<P>(a.data + m * a.row + k * a.step, a.row, a.step, height, depth, joined);
+            for (Index n = 0; n < columns; n += NR) {
+                const Index width = micropanel_width(n, columns);
+                if (column_ranges && (column_ranges[t].end <= n || column_ranges[t].begin >= n + width)) continue;
+                fetch();
+                (width == W ? narrow : wide)[static_cast<std::size_t>(height) - 1](
+                    joined, b.data + n * b.depth + k * width, depth, c.data + m * c.row + n, c.row, start,
+                    c.factor ? c.factor + m : nullptr);
+            }
+            k += depth;
+            start = Start::add;
+        } while (k < end);
+    }
+}
+
 // C of `rows` rows and `columns` columns, a multiple of W. Row tile t, of row_tile<P> rows, computes the columns of
 // column_ranges[t] over the depth of depth_ranges[t]; null: all. Columns are computed by whole micropanels, so that
 // neighbours of the range are written too. An empty range of the depth adds nothing: C stays, or becomes zero with
@@ -61,6 +92,8 @@ void product(Index rows, Index columns, MatrixA<P> a, PackedB<P> b, MatrixC c, c
              const Range* depth_ranges = nullptr, Fetch&& fetch = {}) {
     if constexpr (P::Tiles::exist) {
         product_by_tiles(rows, columns, a, b, c, column_ranges, depth_ranges, fetch);
+    } else if constexpr (P::Blocks::exist) {
+        product_by_blocks(rows, columns, a, b, c, column_ranges, depth_ranges, fetch);
     } else {
         static constexpr auto wide = microkernels<P, 2>(std::make_index_sequence<MR>{});
         static constexpr auto narrow = microkernels<P, 1>(std::make_index_sequence<MR>{});

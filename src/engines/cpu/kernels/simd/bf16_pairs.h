@@ -10,6 +10,15 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 inline constexpr bool has_bf16_products = false;
 #endif
 
+struct NoBlocks {
+    static constexpr bool exist = false;
+};
+
+// An instruction that multiplies 2 × 4 numbers by 4 × 2. Level neon_bf16 has one.
+#if !defined(SOFTDELTA_LEVEL_HAS_BLOCKS)
+using Blocks = NoBlocks;
+#endif
+
 #if !defined(SOFTDELTA_LEVEL_HAS_BF16_PAIRS)
 
 // Two vectors as words {first, second}, rounded to nearest even.

@@ -1,7 +1,6 @@
 // The level that is compiled, of one instruction set or emulated for tests: cmake/isa_levels.cmake names its file. That
 // says
 //     vector_registers     how many vectors the registers hold: they bound a register tile
-//     multiplies_by_lane   whether one instruction multiplies by a lane of another vector
 //     fma_rounds_once      whether fma is one operation
 // and has the functions that need its instructions: fma, at_least, at_most, round_to_nearest, scale_by_power_of_two,
 // as_words, as_floats, load_u16, store_u16, load_u8, load_i8, halves_to_floats, load and store of f16, splat_four,

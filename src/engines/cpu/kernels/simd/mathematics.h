@@ -5,6 +5,12 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
+#if !defined(SOFTDELTA_LEVEL_HAS_DIVISION)
+SOFTDELTA_INLINE F divide(F a, F b) {
+    return a / b;
+}
+#endif
+
 inline constexpr float log2_e = 1.44269504F;
 
 // 2^(f + n), |f| ≤ 1/2, n whole, −200 ≤ n ≤ 200. Degree 6, relative error 9e-9.
@@ -21,6 +27,7 @@ SOFTDELTA_INLINE F exp2_of_parts(F f, F n) {
 // 2^x within 1 ulp, 1.5 where fma rounds twice; 0 for x below −150 and for −∞, ∞ from 128 on, NaN
 // stays NaN.
 #if !defined(SOFTDELTA_LEVEL_HAS_EXP2)
+inline constexpr bool exp2_has_subnormals = true;
 SOFTDELTA_INLINE F exp2(F x) {
     const F bounded = at_most(200.0F, at_least(-200.0F, x));
     const F n = round_to_nearest(bounded);
@@ -69,7 +76,7 @@ SOFTDELTA_INLINE Exponentials exponentials_of_sum(F x, F rest) {
 SOFTDELTA_INLINE F tanh(F x) {
     const F size = abs(x);
     const F e = exp(F(-2.0F) * size);
-    const F far = (F(1.0F) - e) / (F(1.0F) + e);
+    const F far = divide(F(1.0F) - e, F(1.0F) + e);
     const F y = x * x;
     F p = fma(F(-6.09668652e-03F), y, F(2.09971600e-02F));
     p = fma(p, y, F(-5.38509056e-02F));
@@ -82,13 +89,13 @@ SOFTDELTA_INLINE F tanh(F x) {
 // 1 / (1 + e^−x)
 SOFTDELTA_INLINE F sigmoid(F x) {
     const F e = exp(splat(0.0F) - abs(x));
-    return select(x < splat(0.0F), e, splat(1.0F)) / (splat(1.0F) + e);
+    return divide(select(x < splat(0.0F), e, splat(1.0F)), splat(1.0F) + e);
 }
 
 // max(x, 0) + log(1 + e^−|x|); log(1 + u) = 2 atanh(u / (2 + u)), a series whose square is at most 1/9.
 SOFTDELTA_INLINE F softplus(F x) {
     const F u = exp(splat(0.0F) - abs(x));
-    const F s = u / (splat(2.0F) + u);
+    const F s = divide(u, splat(2.0F) + u);
     const F y = s * s;
     F series = splat(2.0F / 15);
     for (const float coefficient : {2.0F / 13, 2.0F / 11, 2.0F / 9, 2.0F / 7, 2.0F / 5, 2.0F / 3, 2.0F})

@@ -4,11 +4,13 @@
 //     level.h        what an instruction set must state and have: the files of x86, arm and emulated
 //     storage.h      bf16, f16, the first elements of a vector
 //     bf16_pairs.h   words of two bf16, and their product where there is one
+//     factor.h       factors that are the same for all lanes
 //     tiles.h        matrix tiles
 //     mathematics.h  exponentials, written with the functions above
 #pragma once
 
 #include "engines/cpu/kernels/simd/bf16_pairs.h"
+#include "engines/cpu/kernels/simd/factor.h"
 #include "engines/cpu/kernels/simd/level.h"
 #include "engines/cpu/kernels/simd/mathematics.h"
 #include "engines/cpu/kernels/simd/storage.h"
@@ -23,6 +25,11 @@ SOFTDELTA_INLINE T* advance_pointer(T* p, Index step) {
     p += step;
     asm("" : "+r"(p));
     return p;
+}
+
+// Compilers would rather begin all loads of an unrolled loop at once, and spill them, too.
+SOFTDELTA_INLINE void keep_loads_below() {
+    asm volatile("" ::: "memory");
 }
 
 // Lane i of the result is the sum, or the maximum, of the lanes of rows[i]; overwrites rows.

@@ -36,10 +36,15 @@ double ulps(float actual, double exact) {
 
 TEST(Simd, Exp2IsAccurate) {
     const auto f = [](F x) { return exp2(x); };
-    for (float x = -152; x <= 127; x += 0.0007F)
+    const float least = exp2_has_subnormals ? -152 : -126;
+    for (float x = -152; x < least; x += 0.0007F)
+        ASSERT_LE(std::abs(in_first_lane(f, x) - std::exp2(static_cast<double>(x))), 0x1p-127) << x;
+    for (float x = least; x <= 127; x += 0.0007F)
         ASSERT_LE(ulps(in_first_lane(f, x), std::exp2(static_cast<double>(x))), fma_rounds_once ? 1 : 1.5) << x;
     for (const float x : {0.0F, -0.0F, 1e-30F, -1e-30F, 127.0F, -126.0F, -149.0F})
-        EXPECT_EQ(in_first_lane(f, x), static_cast<float>(std::exp2(static_cast<double>(x)))) << x;
+        if (x >= least) {
+            EXPECT_EQ(in_first_lane(f, x), static_cast<float>(std::exp2(static_cast<double>(x)))) << x;
+        }
     for (const float x : {-151.0F, -200.0F, -1e4F, -1e30F, -inf}) EXPECT_EQ(bits(in_first_lane(f, x)), 0u) << x;
     EXPECT_TRUE(std::isnan(in_first_lane(f, nan)));
 }

@@ -47,9 +47,9 @@ template <class P, int rows, int vectors>
         for (int j = rows - 1; j > 0; --j)
 #pragma GCC unroll 12
             for (int i = 0; i < j; ++i) {
-                const F factor = splat(x.own[j * x.own_row + i]);
+                const F factor = load_factor(x.own + j * x.own_row + i);
 #pragma GCC unroll 2
-                for (int n = 0; n < vectors; ++n) sums[i][n] = fma(factor, sums[j][n], sums[i][n]);
+                for (int n = 0; n < vectors; ++n) sums[i][n] = multiply_add_factor(factor, sums[j][n], sums[i][n]);
             }
     }
 #pragma GCC unroll 12

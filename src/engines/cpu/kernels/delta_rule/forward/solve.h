@@ -22,9 +22,9 @@ template <class P, int rows, int vectors>
     for (int j = 0; j < rows - 1; ++j)
 #pragma GCC unroll 12
         for (int i = j + 1; i < rows; ++i) {
-            const F factor = splat(own[i * own_row + j]);
+            const F factor = load_factor(own + i * own_row + j);
 #pragma GCC unroll 2
-            for (int n = 0; n < vectors; ++n) sums[i][n] = fma(factor, sums[j][n], sums[i][n]);
+            for (int n = 0; n < vectors; ++n) sums[i][n] = multiply_add_factor(factor, sums[j][n], sums[i][n]);
         }
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i += P::depth)

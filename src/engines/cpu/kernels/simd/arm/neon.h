@@ -9,7 +9,6 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr int vector_registers = 32;
-inline constexpr bool multiplies_by_lane = false;
 inline constexpr bool fma_rounds_once = true;
 
 // The second operand when one is NaN, as on x86: fmax would give NaN, fmaxnm the number.
@@ -30,6 +29,26 @@ SOFTDELTA_INLINE F as_floats(U x) {
 // a·b + c, rounded once.
 SOFTDELTA_INLINE F fma(F a, F b, F c) {
     return vfmaq_f32(c, a, b);
+}
+
+// A factor of all lanes stands in one lane: a load brings it there alone, where one that repeats it takes a unit for
+// vectors as well. It is written as an instruction, for compilers repeat it.
+#define SOFTDELTA_LEVEL_HAS_FACTORS
+inline constexpr bool multiplies_by_lane = true;
+SOFTDELTA_INLINE F load_factor(const float* p) {
+    float32x4_t x;
+    asm("ldr %s0, %1" : "=w"(x) : "m"(*p));
+    return x;
+}
+template <int lane = 0>
+SOFTDELTA_INLINE F multiply_add_factor(F factors, F b, F c) {
+    return vfmaq_laneq_f32(c, b, factors, lane);
+}
+
+// Rounded once: xsimd's steps from an estimate err by an ulp more.
+#define SOFTDELTA_LEVEL_HAS_DIVISION
+SOFTDELTA_INLINE F divide(F a, F b) {
+    return vdivq_f32(a, b);
 }
 
 // x, or the bound when that is more; NaN stays NaN.
@@ -53,6 +72,22 @@ SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
         return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(127)), 23));
     };
     return vmulq_f32(vmulq_f32(p, power(half)), power(rest));
+}
+
+// 2^x within 1 ulp from 2^-126 on, and within 2^-127 below: x = n + f, and n is added to the exponent of 2^f.
+// Even and odd powers apart, for a multiplication needs no copy of its factor, as an addition of a constant would.
+#define SOFTDELTA_LEVEL_HAS_EXP2
+inline constexpr bool exp2_has_subnormals = false;
+SOFTDELTA_INLINE F exp2(F x) {
+    const float32x4_t bounded = at_most(128.0F, at_least(-127.0F, x));
+    const float32x4_t n = vrndnq_f32(bounded), f = vsubq_f32(bounded, n), y = vmulq_f32(f, f);
+    const float32x4_t odd = {0x1.62e430p-1F, 0x1.c6af7cp-5F, 0x1.5f082ep-10F, 0};
+    const float32x4_t even = {0x1.ebfbdcp-3F, 0x1.3b2de0p-7F, 0x1.416b52p-13F, 0};
+    const float32x4_t high = vfmaq_laneq_f32(vmulq_laneq_f32(f, odd, 2), y, even, 2);
+    const float32x4_t middle = vfmaq_f32(vfmaq_laneq_f32(vmulq_laneq_f32(f, odd, 1), y, even, 1), high, y);
+    const float32x4_t low = vfmaq_f32(vmulq_laneq_f32(y, even, 0), middle, y);
+    const float32x4_t p = vaddq_f32(vfmaq_laneq_f32(low, f, odd, 0), vdupq_n_f32(1));
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vcvtq_n_s32_f32(n, 23)));  // n·2^23; 0 of NaN
 }
 
 SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {

@@ -30,5 +30,29 @@ SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x, F y) {
 SOFTDELTA_INLINE F multiply_add_pairs(F a, F b, F c) {
     return vbfdotq_f32(c, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
 }
+template <int lane = 0>
+SOFTDELTA_INLINE F multiply_add_pairs_by_factor(F factors, F b, F c) {
+    return vbfdotq_laneq_f32(c, vreinterpretq_bf16_f32(b), vreinterpretq_bf16_f32(factors), lane);
+}
+
+#define SOFTDELTA_LEVEL_HAS_BLOCKS
+struct Blocks {
+    static constexpr bool exist = true;
+    struct Two {
+        U low, high;
+    };
+
+    // c + a·bᵀ, 2 × 2 sums row by row, a and b two rows of two words each.
+    SOFTDELTA_INLINE static F multiply_add(U a, U b, F c) {
+        return vbfmmlaq_f32(c, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
+    }
+    // {x0, x1, y0, y1} and {x2, x3, y2, y3}
+    SOFTDELTA_INLINE static Two join(U x, U y) {
+        const uint64x2_t a = vreinterpretq_u64_u32(x), b = vreinterpretq_u64_u32(y);
+        return {vreinterpretq_u32_u64(vzip1q_u64(a, b)), vreinterpretq_u32_u64(vzip2q_u64(a, b))};
+    }
+    // {x0, y0, x1, y1} and {x2, y2, x3, y3}
+    SOFTDELTA_INLINE static Two interleave(U x, U y) { return {vzip1q_u32(x, y), vzip2q_u32(x, y)}; }
+};
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

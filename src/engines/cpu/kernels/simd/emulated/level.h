@@ -8,7 +8,6 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr int vector_registers = 32;
-inline constexpr bool multiplies_by_lane = false;
 inline constexpr bool fma_rounds_once = true;
 
 SOFTDELTA_INLINE U as_words(F x) {

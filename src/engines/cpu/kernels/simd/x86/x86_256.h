@@ -7,7 +7,6 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr int vector_registers = 16;
-inline constexpr bool multiplies_by_lane = false;  // a factor that is the same for all lanes is a vector of its own
 inline constexpr bool fma_rounds_once = true;
 
 SOFTDELTA_INLINE U as_words(F x) {

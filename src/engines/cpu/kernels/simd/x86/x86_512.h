@@ -7,7 +7,6 @@
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 inline constexpr int vector_registers = 32;
-inline constexpr bool multiplies_by_lane = false;  // a factor that is the same for all lanes is a vector of its own
 inline constexpr bool fma_rounds_once = true;
 
 SOFTDELTA_INLINE U as_words(F x) {
@@ -44,6 +43,7 @@ SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
 // The exp2 of mathematics.h by instructions that look up and scale: x = n + k/16 + r with 0 ≤ r ≤ 1/16 gives
 // 2^n, a table of 2^(k/16), and a cubic with relative error 3e-9.
 #define SOFTDELTA_LEVEL_HAS_EXP2
+inline constexpr bool exp2_has_subnormals = true;
 alignas(64) inline constexpr float powers_of_sixteenths[16] = {
     0x1.000000p0F, 0x1.0b5586p0F, 0x1.172b84p0F, 0x1.2387a6p0F, 0x1.306fe0p0F, 0x1.3dea64p0F,
     0x1.4bfdaep0F, 0x1.5ab07ep0F, 0x1.6a09e6p0F, 0x1.7a1148p0F, 0x1.8ace54p0F, 0x1.9c4918p0F,
