@@ -113,7 +113,8 @@ std::string add_noise(const io::Call& call, Draw& draw, Results& results) {
     std::vector<judge::Evidence> evidence = judge::examine(call, views(results), options);
     std::vector<const judge::Evidence*> blocks;  // that have some elements
     for (const judge::Evidence& e : evidence)
-        if (e.finding.shape.size() > 2 && e.blocks.elements(e.blocks.count() - 1) >= 8) blocks.push_back(&e);
+        if (e.finding.shape.size() > 2 && e.blocks.count() > 0 && e.blocks.elements(e.blocks.count() - 1) >= 8)
+            blocks.push_back(&e);
     if (blocks.empty()) return "";
     const judge::Evidence& e =
         *blocks[static_cast<std::size_t>(draw.between(0, static_cast<std::int64_t>(blocks.size()) - 1))];
