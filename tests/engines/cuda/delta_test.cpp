@@ -169,7 +169,7 @@ TEST_F(CudaDelta, FewTokensAreRight) {
     }
 }
 
-// Rows of 16-byte units and types of 16 bits: what the chunk kernel takes.
+// Rows of 16-byte units: what the chunk kernels take.
 TEST_F(CudaDelta, ChunksAreRight) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(300)); ++seed) {
@@ -181,7 +181,7 @@ TEST_F(CudaDelta, ChunksAreRight) {
                                                .value_channels = 256,
                                                .channel_step = 8,
                                                .lengths = {31, 32, 63, 64, 65, 128, 129, 257},
-                                               .dtypes = {seed % 2 == 0 ? DType::bf16 : DType::f16},
+                                               .dtypes = {std::array{DType::bf16, DType::f32, DType::f16}[seed % 3]},
                                                .repeats = true,
                                                .far = true}));
         if (is_refused(call)) continue;
@@ -189,6 +189,24 @@ TEST_F(CudaDelta, ChunksAreRight) {
         const FastDelta::Results results = forward(call, seed % 4 < 2, true);
         EXPECT_EQ(judge_results(call, results), "") << "SOFTDELTA_SEED=" << seed;
         expect_same_bits(results, forward(call, seed % 4 < 2, true), seed);
+    }
+}
+
+// States of more than 128 channels, as Mamba-2 has them.
+TEST_F(CudaDelta, WideKeysAreRight) {
+    const std::uint64_t first = first_seed();
+    for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(60)); ++seed) {
+        const FastDelta call(draw_delta(seed, {.batch = 2,
+                                               .tokens = 130,
+                                               .heads = 1,
+                                               .group = 2,
+                                               .key_channels = 256,
+                                               .value_channels = 96,
+                                               .channel_step = seed % 3 == 0 ? 64 : 8,
+                                               .lengths = {17, 63, 64, 65, 129},
+                                               .dtypes = {std::array{DType::bf16, DType::f32, DType::f16}[seed % 3]}}));
+        if (is_refused(call) || exceeds_f16(call)) continue;
+        EXPECT_EQ(judge_results(call, forward(call, seed % 4 < 2, true)), "") << "SOFTDELTA_SEED=" << seed;
     }
 }
 
@@ -228,7 +246,7 @@ TEST_F(CudaDelta, ChunkGradientsAreRight) {
                                                .value_channels = 128,
                                                .channel_step = seed % 3 == 0 ? 64 : 8,
                                                .lengths = {31, 32, 63, 64, 65, 128, 129, 257},
-                                               .dtypes = {DType::bf16},
+                                               .dtypes = {seed % 3 == 1 ? DType::f32 : DType::bf16},
                                                .tiled = true,
                                                .repeats = true,
                                                .far = true,
@@ -259,7 +277,7 @@ TEST_F(CudaDelta, ManyPackedSequencesAreRight) {
                                                .value_channels = 64,
                                                .channel_step = 8,
                                                .lengths = {9, 63, 64, 65, 257, 500},
-                                               .dtypes = {DType::bf16},
+                                               .dtypes = {seed % 2 == 0 ? DType::f32 : DType::bf16},
                                                .packed = true}));
         if (is_refused(call)) continue;
         const FastDelta::Results results = forward(call, true, true);
@@ -288,7 +306,7 @@ TEST_F(CudaDelta, KeptChunksAreRight) {
                                                .value_channels = 128,
                                                .channel_step = seed % 3 == 0 ? 64 : 8,
                                                .lengths = {31, 32, 63, 64, 65, 128, 129},
-                                               .dtypes = {DType::bf16},
+                                               .dtypes = {seed % 3 == 1 ? DType::f32 : DType::bf16},
                                                .repeats = true,
                                                .far = true,
                                                .hard = seed % 4 == 3}));

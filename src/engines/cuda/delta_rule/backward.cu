@@ -26,13 +26,18 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
     saved.all_slots = chunk_slots(in);
     saved.slots = in.cu_seqlens ? saved.all_slots : sequences_at_once(call, in) * (call.tokens / chunk_rows + 1);
     saved.heads = call.heads;
+    saved.element = call.q.dtype == core::DType::f32 ? 4 : 2;
     const bool channel = call.gate == core::Gate::channel;
-    saved.size = channel || call.own_p || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
+    saved.size = channel || call.own_p || call.wide || call.key_size > 64 || call.value_size > 64 ? 128 : 64;
     const Index chunks = saved.slots * call.heads;
     if (!kept) {
         saved.records = parts.take<char>(chunks * backward_record_bytes(call));
         saved.states = parts.take<char>(chunks * saved.state_bytes());
         saved.U = parts.take<char>(chunks * saved.value_bytes());
+        if (saved.element == 4) {
+            saved.folded = parts.take<char>(chunks * split_record_bytes(call));
+            saved.by_token = parts.take<int>(chunks);
+        }
     }
     saved.dstates = parts.take<char>(chunks * saved.state_bytes());
     if (call.erase != core::Erase::nothing) saved.dR = parts.take<char>(chunks * saved.value_bytes());
@@ -49,10 +54,20 @@ SavedChunks saved_chunks(const DeltaCall& call, const core::DeltaInputs& in, con
 void make_records(Level level, ChunkGradients& of, const KeptChunks& kept, Index slots, cudaStream_t stream) {
     SavedChunks& saved = of.saved;
     const Index first = saved.first_slot * saved.heads;
+    if (saved.folded != nullptr) {
+        const KeptChunks now{saved.records, saved.states, saved.U, saved.by_token};
+        ChunkForward forward{of.call, of.sequences, {saved.folded, saved.heads}, {{}, {}, {}, now}, {}};
+        launch_fold_shared(level, forward, stream);
+        for_each_part(of.sequences, [&](const ChunkSequences& part) {
+            forward.sequences = part;
+            launch_split_scan(forward, stream);
+        });
+        return launch_kept_flags(of, saved.by_token, stream);
+    }
     if (kept.states != nullptr) {
         saved.records = kept.records + first * backward_record_bytes(of.call);
-        saved.states = kept.states + first * KeptChunks::state_bytes;
-        saved.U = kept.U + first * KeptChunks::value_bytes;
+        saved.states = kept.states + first * saved.state_bytes();
+        saved.U = kept.U + first * saved.value_bytes();
         return launch_kept_flags(of, kept.by_token + first, stream);
     }
     if (of.call.gate != core::Gate::channel) return launch_backward_fold(level, of, stream);
@@ -61,10 +76,19 @@ void make_records(Level level, ChunkGradients& of, const KeptChunks& kept, Index
     launch_fold_channel({of.call, of.sequences, {saved.records, saved.heads}, {}, {}}, stream);
 }
 
+// f32: K and V are filled up to 128.
+DeltaCall gradient_call(const core::DeltaInputs& in, const core::DeltaOptions& options) {
+    DeltaCall call = delta_call(in, options);
+    call.wide = in.q.dtype == core::DType::f32;
+    return call;
+}
+
 // Where an event announces the gradients of final states, the scan that needs none runs until then. Where an event
 // reports those of initial states, they are computed first. Otherwise both scans run as one grid.
 void run_sequences(const Card& card, const ChunkGradients& of, bool keeps, const core::Handover& handover,
                    cudaStream_t stream) {
+    const bool split = of.saved.element == 4;
+    keeps = keeps || split;
     const bool states_first = !keeps && handover.ready != nullptr;
     const bool states_last = !keeps && !states_first && handover.done != nullptr;
     const bool beside = !keeps && !states_first && !states_last;
@@ -110,8 +134,12 @@ void run(const core::DeltaInputs& in, const ChunkGradients& all, const KeptChunk
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad) {
     constexpr Index most_tokens = most_chunks * chunk_rows, most_channels = 128;
-    constexpr core::DType type = core::DType::bf16;  // states are saved in it, and f16 ends at 65504
-    if (in.q.dtype != type || in.state_indices) return false;
+    const core::DType type = in.q.dtype;  // states are saved in it, and f16 ends at 65504
+    const bool split = type == core::DType::f32;
+    if ((type != core::DType::bf16 && !split) || in.state_indices) return false;
+    if (split && (options.rule.gate == core::Gate::channel ||
+                  card_of(in.q.device).shared_bytes < split_gradients_shared_bytes(delta_call(in, options))))
+        return false;
     if (options.rule.gate == core::Gate::channel &&
         (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state || in.q.shape[2] != in.v.shape[2]))
         return false;
@@ -127,7 +155,7 @@ std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::De
                                      const core::DeltaGradients& grad, const core::Execution& execution) {
     MemoryParts parts(nullptr);
     chunk_sequences(in, options, {}, {}, parts);
-    saved_chunks(delta_call(in, options), in, grad, execution.kept != nullptr, parts);
+    saved_chunks(gradient_call(in, options), in, grad, execution.kept != nullptr, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -135,7 +163,7 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
                     const core::DeltaGradients& grad, const core::Handover& handover) {
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
-    const DeltaCall call = delta_call(in, options);
+    const DeltaCall call = gradient_call(in, options);
     const KeptChunks kept = kept_chunks(call, in, execution);
     MemoryParts count(nullptr);
     chunk_sequences(in, options, {}, {}, count);

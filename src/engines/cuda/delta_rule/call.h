@@ -32,6 +32,7 @@ struct DeltaCall {
     core::RawGate raw_gate{};
     core::RawBeta raw_beta{};
     bool own_p = false, l2norm = false;
+    bool wide = false;                    // K is filled up to 128, whatever it is
     int state_row = 2, state_column = 3;  // dimensions of a state: k, v
     float scale = 1;
     double lower_bound = 0;

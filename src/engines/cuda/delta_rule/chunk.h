@@ -39,9 +39,10 @@ struct ChunkFactors {
     __device__ const float* beta() const { return erase; }
 };
 
-template <int K, bool channel>
+template <int K, bool channel, class T = __nv_bfloat16>
 struct FoldedChunk {
-    static constexpr int square_bytes = chunk_rows * chunk_rows * 2, key_bytes = chunk_rows * K * 2;
+    static constexpr int square_bytes = chunk_rows * chunk_rows * static_cast<int>(sizeof(T)),
+                         key_bytes = chunk_rows * K * static_cast<int>(sizeof(T));
     static constexpr int solve = square_bytes, factors = 2 * square_bytes,
                          last = factors + static_cast<int>(sizeof(ChunkFactors));
     static constexpr int small_bytes = channel ? last + K * 4 : last;  // all but tiles of keys
@@ -96,15 +97,18 @@ struct RowFactors {
     double sums[chunk_rows + 2];  // of the gates before each token, where what leaves nothing of a number is cut off
 };
 
-struct ChunkRecord {
-    static constexpr int square_bytes = chunk_rows * chunk_rows * 2;
+template <class T>
+struct RecordOf {
+    static constexpr int square_bytes = chunk_rows * chunk_rows * static_cast<int>(sizeof(T));
     static constexpr int inverse = square_bytes, factors = 2 * square_bytes,
                          bytes = factors + static_cast<int>(sizeof(RowFactors));
     static_assert(bytes % 16 == 0);
 };
+using ChunkRecord = RecordOf<__nv_bfloat16>;
 
 // Of what the backward pass reads of a chunk and value head.
 inline Index backward_record_bytes(const DeltaCall& call) {
+    if (call.q.dtype == core::DType::f32) return RecordOf<float>::bytes;
     return call.gate == core::Gate::channel ? FoldedChunk<128, true>::bytes : ChunkRecord::bytes;
 }
 
@@ -113,28 +117,33 @@ inline Index backward_record_bytes(const DeltaCall& call) {
 // says so, 2 what the scan sees of it.
 struct KeptChunks {
     static constexpr int size = 128;
-    static constexpr Index state_bytes = size * size * 2, value_bytes = chunk_rows * size * 2;
+    static constexpr Index state_elements = size * size, value_elements = chunk_rows * size;
 
     char *records = nullptr, *states = nullptr, *U = nullptr;
     int* by_token = nullptr;
 
     // Of gates that all channels share.
-    __device__ char* record(Index chunk) const { return records + chunk * ChunkRecord::bytes; }
+    template <class T = __nv_bfloat16>
+    __device__ char* record(Index chunk) const {
+        return records + chunk * RecordOf<T>::bytes;
+    }
+    template <class T = __nv_bfloat16>
     __device__ RowFactors& factors(Index chunk) const {
-        return *reinterpret_cast<RowFactors*>(record(chunk) + ChunkRecord::factors);
+        return *reinterpret_cast<RowFactors*>(record<T>(chunk) + RecordOf<T>::factors);
     }
     // Why the scan goes token by token, where it does. The fold of gates that all channels share has not seen all of
     // what is not finite to the scan.
+    template <class T = __nv_bfloat16>
     __device__ void keep_reason(Index chunk, int record, bool nonfinite, bool channel) const {
         if (record == 0 && !nonfinite) return;
         by_token[chunk] = record | (nonfinite ? 2 : 0);
-        if (!channel) factors(chunk).by_token = 1;
+        if (!channel) factors<T>(chunk).by_token = 1;
     }
 };
 
 // Scans that keep chunks are kernels of their own, so that the others pay nothing.
 template <class T, int K>
-inline constexpr bool can_keep_chunks = K == KeptChunks::size&& std::is_same_v<T, __nv_bfloat16>;
+inline constexpr bool can_keep_chunks = K == KeptChunks::size && !std::is_same_v<T, __half>;
 
 // execution.kept as a call has it.
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution);
@@ -177,6 +186,10 @@ int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool kee
 void launch_fold_and_scan(const ChunkForward& of, int folding, cudaStream_t stream);
 constexpr int scored_record_bytes = FoldedChunk<128, false>::bytes;  // theirs, whatever the number of channels
 int chunk_record_bytes(Level level, const DeltaCall& call);
+// Of f32 operands: products of split numbers by tf32 matrix units, on every level.
+void launch_split_scan(const ChunkForward& of, cudaStream_t stream);
+int split_scan_shared_bytes(const DeltaCall& call);
+int split_record_bytes(const DeltaCall& call);
 
 // Keys that a scan reads.
 enum class Keys {
@@ -190,19 +203,20 @@ enum class Keys {
 // use.template operator()<K, keys>()
 template <class Use>
 void with_keys(const DeltaCall& call, const Use& use) {
+    const bool more = call.key_size > 128;  // plain keys alone, and not by warpgroups
     if (call.erase == core::Erase::nothing)
-        use.template operator()<128, Keys::only_written>();
+        more ? use.template operator()<256, Keys::only_written>() : use.template operator()<128, Keys::only_written>();
     else if (call.gate == core::Gate::channel)
         use.template operator()<128, Keys::with_gates>();
     else if (call.own_p)
         use.template operator()<128, Keys::own_p>();
-    else if (call.key_size <= 64)
+    else if (call.key_size <= 64 && !call.wide)
         use.template operator()<64, Keys::plain>();
     else
-        use.template operator()<128, Keys::plain>();
+        more ? use.template operator()<256, Keys::plain>() : use.template operator()<128, Keys::plain>();
 }
 
-// use.template operator()<T>() for the type of a call's operands.
+// use.template operator()<T>() for the type of a call's operands, of 16 bits.
 template <class Use>
 void with_half(const DeltaCall& call, const Use& use) {
     if (call.q.dtype == core::DType::bf16)

@@ -22,6 +22,13 @@ struct ChunkPlan {
     ChunkForward pass;
 };
 
+// Warpgroups have states of 128 channels.
+Card chunk_card(const core::DeltaInputs& in) {
+    Card card = card_of(in.q.device);
+    if (in.q.shape[3] > 128) card.level = Level::sm_80;
+    return card;
+}
+
 ChunkPlan chunk_plan(Level level, const core::DeltaInputs& in, const core::DeltaOptions& options, bool keeps,
                      const ChunkOutputs& out, const core::Tensor& states, const TokenRange& taken, MemoryParts& parts) {
     ChunkPlan p;
@@ -43,8 +50,9 @@ KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, Memor
     const Index chunks = chunk_slots(in) * call.heads;
     KeptChunks kept;
     kept.records = parts.take<char>(chunks * backward_record_bytes(call));
-    kept.states = parts.take<char>(chunks * KeptChunks::state_bytes);
-    kept.U = parts.take<char>(chunks * KeptChunks::value_bytes);
+    const Index element = call.q.dtype == core::DType::f32 ? 4 : 2;
+    kept.states = parts.take<char>(chunks * KeptChunks::state_elements * element);
+    kept.U = parts.take<char>(chunks * KeptChunks::value_elements * element);
     kept.by_token = parts.take<int>(chunks);
     return kept;
 }
@@ -52,9 +60,9 @@ KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, Memor
 }  // namespace
 
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
-    constexpr Index most_keys = 128;
     const core::DType type = in.q.dtype;
-    if (type != core::DType::bf16 && type != core::DType::f16) return false;
+    if (type != core::DType::bf16 && type != core::DType::f16 && type != core::DType::f32) return false;
+    if (type == core::DType::f32 && options.rule.gate == core::Gate::channel) return false;
     if (options.rule.gate == core::Gate::channel &&
         (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state))
         return false;
@@ -63,7 +71,10 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})
         if (!has_whole_rows(*t)) return false;
     if (out.states && options.state_interval % chunk_rows != 0) return false;
-    return in.q.shape[3] <= most_keys && in.q.shape[1] > 0 && !in.state_indices;
+    const Index most_keys = options.rule.gate == core::Gate::channel || options.rule.own_p ? 128 : 256;
+    if (in.q.shape[3] > most_keys || in.q.shape[1] == 0 || in.state_indices) return false;
+    const bool split = type == core::DType::f32;
+    return card_of(in.q.device).shared_bytes >= (split ? split_scan_shared_bytes(delta_call(in, options)) : 0);
 }
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution) {
@@ -93,7 +104,7 @@ std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOption
 std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
                                     const core::Execution& execution) {
     MemoryParts parts(nullptr);
-    chunk_plan(level_of(in.q.device), in, options, execution.kept != nullptr, {}, {}, {}, parts);
+    chunk_plan(chunk_card(in).level, in, options, execution.kept != nullptr, {}, {}, {}, parts);
     return Workspace::with_alignment(parts.used());
 }
 
@@ -102,7 +113,7 @@ void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
-    const Card card = card_of(in.q.device);
+    const Card card = chunk_card(in);
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
                                kept_chunks(call, in, execution)};
     const bool keeps = execution.kept != nullptr;

@@ -1,4 +1,4 @@
-// The passes of the delta rules: in chunks of 64 tokens on matrix products of 16-bit operands, token by token in f64,
+// The passes of the delta rules: in chunks of 64 tokens on matrix products, token by token in f64,
 // and few tokens with states in registers (decode).
 #pragma once
 
@@ -27,7 +27,7 @@ std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::De
 void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                     const core::DeltaGradients& grad, const core::Handover& handover);
 
-// f32 operands, gates of channels, and whatever the chunk form does not take.
+// Whatever the chunk form does not take.
 void tokens_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                     const core::DeltaOutputs& out, const TokenRange& taken);
 std::size_t tokens_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
@@ -35,8 +35,7 @@ std::size_t tokens_backward_workspace(const core::DeltaInputs& in, const core::D
 void tokens_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                      const core::DeltaGradients& grad);
 
-// Of sequences with at most so many tokens states are most of what moves. −1 where operands do not have 16 bits: f32
-// sums do not keep what they have.
+// Of sequences with at most so many tokens states are most of what moves. f32 operands: they go token by token in f64.
 core::Index few_tokens(const core::DeltaInputs& in);
 void step_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                   const core::DeltaOutputs& out, const TokenRange& taken);

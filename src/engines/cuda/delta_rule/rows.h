@@ -7,22 +7,22 @@
 namespace softdelta::cuda {
 
 // What one of some threads copies of a head's rows, columns from `first` on, chunk after chunk: its places are found
-// once. Eight threads have a row of each panel of 64 columns.
+// once. Eight threads have a row of each panel of eight units.
 template <class T, int columns, int threads>
 class RowCopies {
-    static constexpr int rows_at_once = threads / 8;
+    static constexpr int rows_at_once = threads / 8, unit = unit_elements<T>, panel = 8 * unit;
     static_assert(rows_at_once % 8 == 0 && chunk_rows % rows_at_once == 0);  // a thread's units lie alike
 
   public:
     __device__ RowCopies(const View& view, const Sequence& s, int head, int first, int size, int thread)
         : view_(view),
-          from_(static_cast<const T*>(view.data) + s.row(view, thread / 8, head) + first + 8 * (thread % 8)),
+          from_(static_cast<const T*>(view.data) + s.row(view, thread / 8, head) + first + unit * (thread % 8)),
           left_(size - first) {}
 
     // Rows of chunk c, of which so many exist, in the background; zeros where there are none.
     template <int panel_rows>
     __device__ void copy(const Tile<T, columns, panel_rows>& tile, Index c, int rows, int thread) const {
-        constexpr int panels = columns / 64, panel_bytes = panel_rows > 0 ? panel_rows * 128 : 128,
+        constexpr int panels = columns / panel, panel_bytes = panel_rows > 0 ? panel_rows * 128 : 128,
                       step_bytes = rows_at_once * (panel_rows > 0 ? 128 : tile.row_bytes);
         std::uint32_t to = tile.unit(thread / 8, thread % 8);
         const T* from = from_ + c * (chunk_rows * view_.stride[1]);
@@ -30,20 +30,20 @@ class RowCopies {
         if (rows >= chunk_rows && left_ >= columns) {
             unrolled<chunk_rows / rows_at_once>([&](int i) {
                 unrolled<panels>([&](int p) {
-                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * panel_bytes), from + 64 * p,
+                    ptx::copy_async(to + static_cast<std::uint32_t>(i * step_bytes + p * panel_bytes), from + panel * p,
                                     true);
                 });
                 from += step;
             });
             return;
         }
-        const int column = 8 * (thread % 8);
+        const int column = unit * (thread % 8);
 #pragma unroll 1
         for (int row = thread / 8; row < chunk_rows; row += rows_at_once, from += step, to += step_bytes)
 #pragma unroll 1
             for (int p = 0; p < panels; ++p) {
-                const bool take = row < rows && column + 64 * p < left_;
-                ptx::copy_async(to + static_cast<std::uint32_t>(p * panel_bytes), take ? from + 64 * p : view_.data,
+                const bool take = row < rows && column + panel * p < left_;
+                ptx::copy_async(to + static_cast<std::uint32_t>(p * panel_bytes), take ? from + panel * p : view_.data,
                                 take);
             }
     }
@@ -61,14 +61,18 @@ __device__ void copy_rows(const Tile<T, columns, panel_rows>& tile, const View& 
     RowCopies<T, columns, threads>(from, s, head, first, size, thread).copy(tile, c, s.rows(c), thread);
 }
 
-// Where rows of chunk c go, eight elements of row and unit at a time: to a tile [64, size] in memory, columns from
-// `first` on; to a tensor of heads, of which so many columns exist.
+// Where rows of chunk c go, a unit at a time: to a tile [64, size] in memory (of f32: [64, 128]), columns from `first`
+// on; to a tensor of heads, of which so many columns exist.
+template <class T>
 struct RowsToTile {
     char* to;
     int first, size;
 
-    __device__ void operator()(int row, int u, const uint4& eight) const {
-        *reinterpret_cast<uint4*>(to + row * size * 2 + (((first / 8 + u) ^ (row & 7)) << 4)) = eight;
+    __device__ void operator()(int row, int u, const uint4& all) const {
+        if constexpr (sizeof(T) == 4)
+            *reinterpret_cast<uint4*>(to + Tile<T, 128>{0}.unit(row, first / 4 + u)) = all;
+        else
+            *reinterpret_cast<uint4*>(to + row * size * 2 + (((first / 8 + u) ^ (row & 7)) << 4)) = all;
     }
 };
 template <class T>
@@ -82,10 +86,21 @@ struct RowsToTensor {
           stride(v.stride[1]),
           rows(s.rows(c)),
           left(size - first) {}
-    __device__ void operator()(int row, int u, const uint4& eight) const {
-        if (row < rows && 8 * u < left) *reinterpret_cast<uint4*>(to + row * stride + 8 * u) = eight;
+    __device__ void operator()(int row, int u, const uint4& all) const {
+        constexpr int unit = unit_elements<T>;
+        if (row < rows && unit * u < left) *reinterpret_cast<uint4*>(to + row * stride + unit * u) = all;
     }
 };
+
+// A warp's 16 columns of [64, …], so many units of a row, to whole rows.
+template <int units, class Values, class Store>
+__device__ void store_own_columns(const Values& tile, int warp, int lane, const Store& store) {
+    __syncwarp();
+    unrolled<chunk_rows * units / 32>([&](int i) {
+        const int row = (32 * i + lane) / units, u = units * warp + lane % units;
+        store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
+    });
+}
 
 // x, a warp's 16 columns of [64, …] transposed, to whole rows: through its columns of the tile, which nobody else uses.
 // by_matrices: on sm_90 and newer.
@@ -102,18 +117,21 @@ __device__ void store_transposed(const Values& tile, int warp, int lane, const s
                 shared_at(tile.unit(8 * n + lane / 4, 2 * warp + half) + 4 * (lane % 4))) = both;
         });
     }
-    __syncwarp();
-    unrolled<4>([&](int i) {
-        const int row = (32 * i + lane) / 2, u = 2 * warp + lane % 2;
-        store(row, u, *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u))));
-    });
+    store_own_columns<2>(tile, warp, lane, store);
 }
 template <class T, bool by_matrices = false, class Values, class Store>
 __device__ void store_transposed(const Values& tile, int warp, int lane, const float (&x)[chunk_rows / 8][4],
                                  const Store& store) {
-    std::uint32_t packed[chunk_rows / 16][4];
-    to_left<T>(packed, x);
-    store_transposed<by_matrices>(tile, warp, lane, packed, store);
+    if constexpr (sizeof(T) == 4) {
+        __syncwarp();
+        unrolled<chunk_rows / 8, 4>(
+            [&](int n, int e) { tile.at(8 * n + 2 * (lane % 4) + e % 2, 16 * warp + lane / 4 + e / 2 * 8) = x[n][e]; });
+        store_own_columns<4>(tile, warp, lane, store);
+    } else {
+        std::uint32_t packed[chunk_rows / 16][4];
+        to_left<T>(packed, x);
+        store_transposed<by_matrices>(tile, warp, lane, packed, store);
+    }
 }
 
 // Four lanes have four words each; lane c gets word c of each.
@@ -133,21 +151,31 @@ __device__ inline void transpose_quad(std::uint32_t (&w)[4], int lane) {
 
 // A lane's part of Sᵀ, of value columns `column` and column + 8, to a tile [V, K] in memory.
 template <class T, int K>
-__device__ void save_state(char* to, int column, int lane, const std::uint32_t (&state)[K / 16][4]) {
+__device__ void save_state(char* to, int column, int lane, const std::uint32_t (&state)[K / 16][operand_words<T>]) {
     const Tile<T, K> tile{0};
-    unrolled<K / 32, 2>([&](int i, int half) {
-        std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
-                              state[2 * i + 1][half + 2]};
-        transpose_quad(w, lane);
-        *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
-    });
+    if constexpr (sizeof(T) == 4) {
+        unrolled<K / 16, 4>([&](int i, int pair) {  // rows r and r + 8 of 8 columns, then of the others
+            const int row = column + pair % 2 * 8, first = 16 * i + pair / 2 * 8 + 2 * (lane % 4);
+            *reinterpret_cast<uint2*>(to + tile.unit(row, first / 4) + first % 4 * 4) = {state[i][2 * pair],
+                                                                                         state[i][2 * pair + 1]};
+        });
+    } else {
+        unrolled<K / 32, 2>([&](int i, int half) {
+            std::uint32_t w[4] = {state[2 * i][half], state[2 * i][half + 2], state[2 * i + 1][half],
+                                  state[2 * i + 1][half + 2]};
+            transpose_quad(w, lane);
+            *reinterpret_cast<uint4*>(to + tile.unit(column + 8 * half, 4 * i + lane % 4)) = {w[0], w[1], w[2], w[3]};
+        });
+    }
 }
 
-// Whether a lane sees Inf or NaN in its part of the warp's 16 columns.
+// Whether a lane sees Inf or NaN (f32: or what products cannot split) in its part of the warp's 16 columns.
 template <class T, class Values>
 __device__ bool has_nonfinite_values(const Values& tile, int warp, int lane) {
-    return any_of<4>([&](int i) {
-        const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit((32 * i + lane) / 2, 2 * warp + lane % 2)));
+    constexpr int units = static_cast<int>(sizeof(T));
+    return any_of<2 * units>([&](int i) {
+        const uint4 x =
+            *reinterpret_cast<const uint4*>(shared_at(tile.unit((32 * i + lane) / units, units * warp + lane % units)));
         return ptx::has_nonfinite(x.x, T()) || ptx::has_nonfinite(x.y, T()) || ptx::has_nonfinite(x.z, T()) ||
                ptx::has_nonfinite(x.w, T());
     });

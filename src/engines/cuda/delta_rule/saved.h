@@ -25,7 +25,7 @@
 
 namespace softdelta::cuda {
 
-using SavedElement = __nv_bfloat16;  // of states, too: f16 ends at 65504
+using SavedElement = __nv_bfloat16;  // of states, too: f16 ends at 65504; or f32, of f32 operands
 
 // Why a chunk goes token by token: its record, or what the forward pass kept; v; d_o.
 struct alignas(8) ChunkFlags {
@@ -39,15 +39,21 @@ struct SavedChunks {
     ChunkFlags* flags = nullptr;
     int* taken = nullptr;      // how many chunks of key heads blocks of gradients have taken
     double* shares = nullptr;  // [2, all slots, HV, channels]: a chunk's part of d_raw.bias or dg_gamma, of d_raw.A_log
+    char* folded = nullptr;    // f32: records of the forward pass
+    int* by_token = nullptr;   // f32: as KeptChunks has it
     double* scratch = nullptr;  // of blocks that go token by token
 
     Index slots = 0;                      // of chunks
     int heads = 0, size = 0;              // size: of K and V
+    int element = 2;                      // bytes of a number
     Index first_slot = 0, all_slots = 0;  // of the call: the first of these, how many there are
 
-    __host__ __device__ Index state_bytes() const { return Index(size) * size * 2; }
-    __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * 2; }
-    __device__ char* record(Index slot, int hv) const { return records + (slot * heads + hv) * ChunkRecord::bytes; }
+    __host__ __device__ Index state_bytes() const { return Index(size) * size * element; }
+    __host__ __device__ Index value_bytes() const { return Index(chunk_rows) * size * element; }
+    template <class T = SavedElement>
+    __device__ char* record(Index slot, int hv) const {
+        return records + (slot * heads + hv) * RecordOf<T>::bytes;
+    }
     __device__ char* channel_record(Index slot, int hv) const {
         return records + (slot * heads + hv) * FoldedChunk<128, true>::bytes;
     }
@@ -89,6 +95,9 @@ struct Scans {
     int stages = 2;  // chunks in a block's memory, on level sm_80
 };
 void launch_scans(const Card& card, Scans scans, const ChunkGradients& of, cudaStream_t stream);
+// Of f32 operands, the scan from the end: the other one is the forward pass, which keeps its chunks.
+void launch_split_scan_from_end(const ChunkGradients& of, cudaStream_t stream);
+int split_gradients_shared_bytes(const DeltaCall& call);  // the most that a block needs
 void launch_unfold(const Card& card, const ChunkGradients& of, cudaStream_t stream);
 // On sm_90a, without a p of its own, K and V filled up to 128.
 void launch_unfold_warpgroups(const ChunkGradients& of, cudaStream_t stream);

@@ -125,6 +125,17 @@ __device__ inline void multiply_eight(float (&d)[4], std::uint32_t a0, std::uint
         : "r"(a0), "r"(a1), "r"(b));
 }
 
+// d [16, 8] += a [16, 8] b [8, 8] of f32 numbers, of whose fractions tf32 has 10 bits. A lane holds d and a alike, with
+// r and c as above: (r, c + {0, 1}), (r + 8, c + {0, 1}); b (c + {0, 1}, r). The instruction has another order of the
+// depth in mind, which is the same for a and b.
+__device__ inline void multiply_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool has_warpgroups = true;
 #else
@@ -368,7 +379,8 @@ __device__ inline float reciprocal(float x) {
 
 // The compiler makes what depends on x anew after this, where registers are too few to keep it. A spilled register can
 // cost more: where shared memory leaves L1 no room, each is a trip of 300 cycles to L2.
-__device__ inline void forget(int& x) {
+template <class Register>
+__device__ inline void forget(Register& x) {
     asm volatile("" : "+r"(x));
 }
 
@@ -394,6 +406,10 @@ __device__ inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {
 }
 __device__ inline bool has_nonfinite(std::uint32_t x, __half) {
     return (((x & 0x7c007c00u) + 0x04000400u) & 0x80008000u) != 0;
+}
+// Of f32, from 2^100 on: products of split numbers may overflow.
+__device__ inline bool has_nonfinite(std::uint32_t x, float) {
+    return (((x & 0x7f800000u) + 0x0e800000u) & 0x80000000u) != 0;
 }
 
 // On sm_90a warpgroups share out registers: those that load give some to those that multiply. Elsewhere nothing.

@@ -180,8 +180,8 @@ struct Products {
 
     // x [.., 8·N] = left · rightᵀ, with `add` +=
     template <int N, int depths, class Right>
-    __device__ void begin_transposed(float (&x)[N][4], std::uint32_t (&left)[depths][4], const Right& right, bool add,
-                                     bool triangular) const {
+    __device__ void begin_transposed(float (&x)[N][4], std::uint32_t (&left)[depths][operand_words<T>],
+                                     const Right& right, bool add, bool triangular) const {
         if constexpr (warpgroups) {
             ptx::begin_products(left, x);
             cuda::begin_transposed<T>(x, left, right, add);
@@ -193,20 +193,23 @@ struct Products {
     }
     // x = left · right, with `add` +=
     template <int N, int depths, class Right>
-    __device__ void begin(float (&x)[N][4], std::uint32_t (&left)[depths][4], const Right& right, bool add,
-                          bool triangular) const {
+    __device__ void begin(float (&x)[N][4], std::uint32_t (&left)[depths][operand_words<T>], const Right& right,
+                          bool add, bool triangular) const {
         if constexpr (warpgroups) {
             ptx::begin_products(left, x);
             begin_product<T>(x, left, right, add);
             ptx::commit_products();
         } else {
             if (!add) clear(x);
-            unrolled<depths, N / 2>([&](int depth, int n) {
-                if (triangular && n > depth) return;
-                std::uint32_t b[4];
-                right.load_right_mn_major(b, 16 * depth, n, lane);
-                ptx::multiply(x[2 * n], left[depth], b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], left[depth], b[2], b[3], T());
+            unrolled<depths>([&](int depth) {
+                Operand<T> a;
+                const int own = take_left<T>(a, left[depth], lane);
+                unrolled<N / 2>([&](int n) {
+                    if (triangular && n > depth) return;
+                    Operand<T> b;
+                    right.load_right_mn_major(b, 16 * depth, n, own);
+                    multiply<T>(x[2 * n], x[2 * n + 1], a, b);
+                });
             });
         }
     }

@@ -26,7 +26,7 @@ struct Small {
 
 template <class T, int K, bool own_p>
 struct Shared {
-    static constexpr int key_bytes = Tile<T, K>::bytes(C), memory_bytes = static_cast<int>(sizeof(WarpInverse::Memory));
+    static constexpr int key_bytes = Tile<T, K>::bytes(C), memory_bytes = static_cast<int>(sizeof(InverseMemory));
     static constexpr int made = 2 * ChunkRecord::square_bytes;  // score and inverse lie where keys lay, then its memory
     static constexpr int tiles = std::max((own_p ? 3 : 2) * key_bytes, made + memory_bytes), small = tiles,
                          bytes = small + static_cast<int>(sizeof(Small));
@@ -88,7 +88,7 @@ class BackwardFold {
         if (nonfinite) flags.record = 1, small_.factors.by_token = 1;
         if (erases) {
             float inverse[C / 8][4];
-            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::made), warp_, lane_}.run(
+            WarpInverse<T>{*reinterpret_cast<InverseMemory*>(memory_ + Layout::made), warp_, lane_}.run(
                 x, inverse, [] { __syncthreads(); });
             store_products(inverses, 16 * warp_, lane_, inverse);
             copy_own_rows(inverses, record + ChunkRecord::inverse, warp_, lane_);

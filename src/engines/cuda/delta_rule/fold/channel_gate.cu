@@ -45,7 +45,7 @@ struct Shared {
     static constexpr int key_bytes = KeyTile<T, K>::bytes(C);
     static constexpr int sums = 3 * key_bytes, inverse = sums,  // when sums were read
         small = sums + C * sum_row * 4, bytes = small + static_cast<int>(sizeof(Small));
-    static_assert(small % 16 == 0 && inverse + static_cast<int>(sizeof(WarpInverse::Memory)) <= small &&
+    static_assert(small % 16 == 0 && inverse + static_cast<int>(sizeof(InverseMemory)) <= small &&
                   bytes <= least_shared_bytes);
 };
 
@@ -94,7 +94,7 @@ class ChannelFold {
         end(of_q, block, own, x);
         if (!of_q) {
             float inverse[C / 8][4];
-            WarpInverse{*reinterpret_cast<WarpInverse::Memory*>(memory_ + Layout::inverse), block, lane_}.run(
+            WarpInverse<T>{*reinterpret_cast<InverseMemory*>(memory_ + Layout::inverse), block, lane_}.run(
                 x, inverse, [] { ptx::barrier(1, 128); });
             store_products(Square{base_ + Record::solve}, 16 * block, lane_, inverse);
         }

@@ -68,8 +68,8 @@ __device__ inline void store_packed(const SquareTile<T>& to, int row, int n, int
 // x [16, 64] to rows [row, row + 16).
 template <class T>
 __device__ inline void store_products(const SquareTile<T>& to, int row, int lane, const float (&x)[chunk_rows / 8][4]) {
-    unrolled<chunk_rows / 8>([&](int n) {
-        store_packed(to, row, n, lane, ptx::pack(x[n][0], x[n][1], T()), ptx::pack(x[n][2], x[n][3], T()));
+    unrolled<chunk_rows / 8, 2>([&](int n, int half) {
+        store_pair(to, row + lane / 4 + 8 * half, 8 * n + 2 * (lane % 4), x[n][2 * half], x[n][2 * half + 1]);
     });
 }
 
@@ -77,14 +77,13 @@ __device__ inline void store_products(const SquareTile<T>& to, int row, int lane
 template <class T, class Keys>
 __device__ inline void add_keys(const Keys& left, const Keys& right, int row, int lane, float (&x)[chunk_rows / 8][4]) {
 #pragma unroll 2
-    for (int depth = 0; depth < Keys::units / 2; ++depth) {
-        std::uint32_t a[4], b[4];
+    for (int depth = 0; depth < Keys::units / static_cast<int>(sizeof(T)); ++depth) {
+        Operand<T> a, b;
         left.load_left(a, row, depth, lane);
         unrolled_while<chunk_rows / 16>([&](int n) {
             if (16 * n > row) return false;
             right.load_right(b, 16 * n, depth, lane);
-            ptx::multiply(x[2 * n], a, b[0], b[1], T());
-            ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+            multiply<T>(x[2 * n], x[2 * n + 1], a, b);
             return true;
         });
     }

@@ -23,7 +23,7 @@ struct SharedFoldTiles {
     SquareTile<T> score, solve;
     ChunkFactors* factors;
     SharedFoldMemory* memory;
-    WarpInverse::Memory* inverse;
+    InverseMemory* inverse;
 };
 
 // Products of a chunk's keys with what decays lie between: the warp's 16 rows of the scores, or of L.
@@ -69,9 +69,10 @@ class KeyProducts {
 };
 
 // What the backward pass reads of a chunk's rows, by the threads of a fold; q's norms are 1 where q has no tile.
+template <class T = __nv_bfloat16>
 __device__ inline void keep_factors(const KeptChunks& kept, Index chunk, const ChunkFactors& f,
                                     const SharedFoldMemory& m, int thread) {
-    RowFactors& to = kept.factors(chunk);
+    RowFactors& to = kept.factors<T>(chunk);
     const int row = thread % chunk_rows;
     if (thread < chunk_rows) {
         to.read[row] = f.read[row];
@@ -128,14 +129,10 @@ class SharedFold {
                 tiles.factors->by_token = 1;
             steps.have_products();
             float inverse[C / 8][4];
-            WarpInverse{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
+            WarpInverse<T>{*tiles.inverse, warp_, lane_}.run(x, inverse, [&] { ptx::barrier(barrier_, threads); });
             steps.have_inverse(inverse);
-            unrolled<C / 8>([&](int n) {
-                const float* beta = m.beta + 8 * n + 2 * (lane_ % 4);
-                store_packed(tiles.solve, 16 * warp_, n, lane_,
-                             ptx::pack(inverse[n][0] * beta[0], inverse[n][1] * beta[1], T()),
-                             ptx::pack(inverse[n][2] * beta[0], inverse[n][3] * beta[1], T()));
-            });
+            unrolled<C / 8, 4>([&](int n, int e) { inverse[n][e] *= m.beta[8 * n + 2 * (lane_ % 4) + e % 2]; });
+            store_products(tiles.solve, 16 * warp_, lane_, inverse);
         }
     }
 
@@ -197,10 +194,7 @@ class SharedFold {
             const uint4 x = *reinterpret_cast<const uint4*>(shared_at(tile.unit(row, u)));
             const std::uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
             far = far | any_of<4>([&](int i) { return is_far<T>(pairs[i]); });
-            unrolled<4>([&](int i) {
-                const float2 both = ptx::unpack(pairs[i], T());
-                sums[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, sums[i]));
-            });
+            unrolled<4>([&](int i) { sums[i] = add_squares<T>(pairs[i], sums[i]); });
         }
         return norm_of_squares((sums[0] + sums[1]) + (sums[2] + sums[3]), far);
     }
@@ -232,14 +226,15 @@ class SharedFold {
 // use.template operator()<K, own_p, erases>()
 template <class Use>
 void with_shared_fold(const DeltaCall& call, const Use& use) {
+    const bool more = call.key_size > 128;
     if (call.erase == core::Erase::nothing)
-        use.template operator()<128, false, false>();
+        more ? use.template operator()<256, false, false>() : use.template operator()<128, false, false>();
     else if (call.own_p)
         use.template operator()<128, true, true>();
-    else if (call.key_size <= 64)
+    else if (call.key_size <= 64 && !call.wide)
         use.template operator()<64, false, true>();
     else
-        use.template operator()<128, false, true>();
+        more ? use.template operator()<256, false, true>() : use.template operator()<128, false, true>();
 }
 
 }  // namespace softdelta::cuda

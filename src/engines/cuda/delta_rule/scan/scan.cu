@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * (warps + copy_warps), 1)
             if (stages == 1) __syncthreads();
             Index kept = 0;
             if constexpr (keeps) kept = (s.first_slot + c) * of.folded.heads + hv;
-            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c, stages), kept);
+            scan.take(c, Shared<T, K, slab, keys>::tiles(base, c, stages), {}, kept);
             __syncthreads();
         }
         scan.my.store_final_state();
@@ -115,6 +115,7 @@ void launch_with(const ChunkForward& of, int stages, cudaStream_t stream) {
 }  // namespace
 
 int chunk_record_bytes(Level level, const DeltaCall& call) {
+    if (call.q.dtype == core::DType::f32) return split_record_bytes(call);
     if (level == Level::sm_90a && call.gate != core::Gate::channel) return SolvedChunk::bytes;
     int bytes = 0;
     with_keys(call, [&]<int K, Keys keys>() { bytes = FoldedChunk<K, keys == Keys::with_gates>::bytes; });
@@ -122,13 +123,15 @@ int chunk_record_bytes(Level level, const DeltaCall& call) {
 }
 
 void launch_chunk_scan(const Card& card, const ChunkForward& of, bool early, cudaStream_t stream) {
+    if (of.call.q.dtype == core::DType::f32) return launch_split_scan(of, stream);
     if (card.level == Level::sm_90a) return launch_warpgroup_scan(of, early, stream);
     const bool many = has_many_heads(of.call, of.sequences.count);
     with_half(of.call, [&]<class T>() {
         with_keys(of.call, [&]<int K, Keys keys>() {
             const auto [wide, stages] =
-                scan_tiles(card, many, Shared<T, K, 128, keys>::stage_bytes, Shared<T, K, 64, keys>::stage_bytes);
-            (wide ? launch_with<T, K, 8, keys> : launch_with<T, K, 4, keys>)(of, stages, stream);
+                scan_tiles(card, many && K <= 128, Shared<T, K, most_slab<K>, keys>::stage_bytes,
+                           Shared<T, K, 64, keys>::stage_bytes);
+            (wide ? launch_with<T, K, most_slab<K> / 16, keys> : launch_with<T, K, 4, keys>)(of, stages, stream);
         });
     });
 }

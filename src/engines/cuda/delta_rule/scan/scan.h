@@ -26,6 +26,12 @@ struct ChunkTiles {
     const float* last;
 };
 
+// What a kernel does when a chunk's q and solve were read, and its values and scores.
+struct NoSteps {
+    __device__ void have_read() const {}
+    __device__ void have_outputs() const {}
+};
+
 // keeps: S before each chunk and U go to out.kept.
 template <class T, int K, int slab, bool channel, bool erases, bool keeps>
 struct ChunkScan {
@@ -35,30 +41,37 @@ struct ChunkScan {
     ScanState<T, K> my;
 
     // kept: where this chunk's lie in out.kept.
-    __device__ void take(int c, const Tiles& tiles, Index kept = 0) {
+    template <class Steps = NoSteps>
+    __device__ void take(int c, const Tiles& tiles, const Steps& steps = {}, Index kept = 0) {
         if (my.out.states) my.store_saved(c);
         const bool nonfinite = is_nonfinite(tiles);
         if constexpr (keeps) my.keep_state(tiles.factors->by_token, nonfinite, kept);
-        if (tiles.factors->by_token != 0 || nonfinite)
+        if (tiles.factors->by_token != 0 || nonfinite) {
             my.take_chunk_by_token(c);
-        else
-            take_chunk(c, tiles, kept);
+            steps.have_read();
+            steps.have_outputs();
+        } else {
+            take_chunk(c, tiles, steps, kept);
+        }
     }
 
-    __device__ void take_chunk(int c, const Tiles& tiles, Index kept) {
+    template <class Steps>
+    __device__ void take_chunk(int c, const Tiles& tiles, const Steps& steps, Index kept) {
+        constexpr bool reads_first = sizeof(T) == 4;  // so that the next q comes early
         const ChunkFactors& f = *tiles.factors;
         const int pair = 2 * (my.lane % 4);
-        std::uint32_t state[K / 16][4], u[C / 16][4], written[C / 16][4];
+        std::uint32_t state[K / 16][operand_words<T>], u[C / 16][operand_words<T>], written[C / 16][operand_words<T>];
         float x[C / 8][4] = {}, o[C / 8][4] = {};
         to_left<T>(state, my.state);
+        if (reads_first && my.out.o) add_transposed<T>(o, state, tiles.read, false, my.lane);
         if constexpr (erases) add_transposed<T>(x, state, tiles.erase, false, my.lane);
         unrolled<C / 16>([&](int n) {
-            std::uint32_t value[4];
+            Operand<T> value;
             tiles.values.load_transposed_result(value, 16 * n, 16 * my.warp, my.lane);
             unrolled<4>([&](int m) {
                 float(&to)[4] = x[2 * n + m / 2];
                 const float* erase = f.erase + 16 * n + 8 * (m / 2) + pair;
-                const float2 both = ptx::unpack(value[m], T());
+                const float2 both = pair_of<T>(value, m);
                 to[2 * (m % 2)] = rest<channel>(both.x, erase[0], to[2 * (m % 2)]);
                 to[2 * (m % 2) + 1] = rest<channel>(both.y, erase[1], to[2 * (m % 2) + 1]);
             });
@@ -69,12 +82,14 @@ struct ChunkScan {
             add_transposed<T>(x, u, tiles.solve, true, my.lane);
         }
         to_left<T>(u, x);
+        if constexpr (keeps && sizeof(T) == 4) my.keep_values(tiles.values, x, kept);
         unrolled<C / 8, 4>([&](int n, int i) {
             if (!channel) x[n][i] *= f.write[8 * n + pair + i % 2];
         });
         to_left<T>(written, x);
-        if (my.out.o) add_transposed<T>(o, state, tiles.read, false, my.lane);
-        if constexpr (keeps) my.keep_values(tiles.values, u, kept);
+        if (!reads_first && my.out.o) add_transposed<T>(o, state, tiles.read, false, my.lane);
+        steps.have_read();
+        if constexpr (keeps && sizeof(T) == 2) my.keep_values(tiles.values, u, kept);
         unrolled<K / 8, 4>(
             [&](int n, int i) { my.state[n][i] *= channel ? tiles.last[8 * n + pair + i % 2] : f.last; });
         unrolled<C / 8, 4>([&](int n, int i) {
@@ -84,6 +99,7 @@ struct ChunkScan {
             add_transposed<T>(o, u, tiles.score, true, my.lane);
             store_outputs(c, tiles, o);
         }
+        steps.have_outputs();
         unrolled<C / 16>([&](int depth) { add_product<T>(my.state, written[depth], tiles.write, depth, 0, my.lane); });
     }
 

@@ -16,6 +16,10 @@ inline Blocks scan_blocks(const ChunkForward& of, int slab) {
     return {blocks_of(columns, slab), of.call.heads, of.sequences.count};
 }
 
+// Value columns of a block at most: a warp has 16, whose states its registers hold.
+template <int K>
+inline constexpr int most_slab = K > 128 ? 64 : 128;
+
 // Of a value, what the state does not hold yet. factor: e^E, or β of gates of channels.
 template <bool channel>
 __device__ inline float rest(float value, float factor, float held) {
@@ -58,10 +62,11 @@ class ScanState {
                     v.stride[call.state_row + 1], v.stride[call.state_column + 1]);
     }
 
-    // A state near the largest number of f16, 65504: products read it, and what it makes of keys, as f16.
+    // A state near the largest number of f16, 65504: products read it, and what it makes of keys, as f16. Of f32: one
+    // whose products may overflow.
     __device__ bool is_too_large() const {
-        constexpr float largest = 4096;
-        return std::is_same_v<T, __half> &&
+        constexpr float largest = sizeof(T) == 4 ? 0x1p100F : 4096;
+        return !std::is_same_v<T, __nv_bfloat16> &&
                any_of<K / 8, 4>([&](int n, int i) { return !(fabsf(state[n][i]) <= largest); });
     }
     __device__ void take_chunk_by_token(int c) {
@@ -75,15 +80,20 @@ class ScanState {
     // S before a chunk, and why it goes token by token; its U, through columns of a tile that are the warp's own. kept:
     // where they lie in out.kept.
     __device__ void keep_state(int reason, bool nonfinite, Index kept) const {
-        std::uint32_t packed[K / 16][4];
+        std::uint32_t packed[K / 16][operand_words<T>];
         to_left<T>(packed, state);
-        save_state<T, K>(out.kept.states + kept * KeptChunks::state_bytes, own_column(), lane, packed);
-        if (lane == 0) out.kept.keep_reason(kept, reason, nonfinite, call.gate == core::Gate::channel);
+        save_state<T, K>(out.kept.states + kept * KeptChunks::state_elements * static_cast<int>(sizeof(T)),
+                         own_column(), lane, packed);
+        if (lane == 0) out.kept.keep_reason<T>(kept, reason, nonfinite, call.gate == core::Gate::channel);
     }
-    template <class Values>
-    __device__ void keep_values(const Values& values, const std::uint32_t (&u)[C / 16][4], Index kept) const {
-        store_transposed(values, warp, lane, u,
-                         RowsToTile{out.kept.U + kept * KeptChunks::value_bytes, first_column, KeptChunks::size});
+    template <class Values, class Sums>
+    __device__ void keep_values(const Values& values, const Sums& u, Index kept) const {
+        const RowsToTile<T> to{out.kept.U + kept * KeptChunks::value_elements * static_cast<int>(sizeof(T)),
+                               first_column, KeptChunks::size};
+        if constexpr (sizeof(T) == 4)
+            store_transposed<T>(values, warp, lane, u, to);
+        else
+            store_transposed(values, warp, lane, u, to);
     }
 
     const DeltaCall& call;

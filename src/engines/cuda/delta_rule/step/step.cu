@@ -340,16 +340,21 @@ void launch_tokens(const DeltaCall& call, const DeltaSequences& sequences, const
            "the delta rules' token kernel", call, sequences, out);
 }
 
+// f32 sums do not keep what its operands have.
+bool has_f32(const core::DeltaInputs& in) {
+    return in.q.dtype == core::DType::f32 || in.k.dtype == core::DType::f32 || in.v.dtype == core::DType::f32;
+}
+
 }  // namespace
 
 Index few_tokens(const core::DeltaInputs& in) {
-    for (const core::Tensor* t : {&in.q, &in.k, &in.v})
-        if (t->dtype == core::DType::f32) return -1;
+    if (has_f32(in)) return 16;
     return 8;  // f32 states that are rounded more often lose digits that a chunk keeps
 }
 
 void step_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                   const core::DeltaOutputs& out, const TokenRange& taken) {
+    if (has_f32(in)) return tokens_forward(in, options, execution, out, taken);
     const OnDevice device(in.q.device);
     const DeltaCall call = delta_call(in, options);
     const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};

@@ -28,8 +28,9 @@ struct StateOfTile {
     int size;
 
     __device__ double operator()(int m, int j) const {
-        const auto at = size == 64 ? Tile<T, 64>{0}.unit(j, m / 8) : Tile<T, 128>{0}.unit(j, m / 8);
-        return static_cast<double>(to_float(reinterpret_cast<const T*>(from + at)[m % 8]));
+        constexpr int unit = unit_elements<T>;
+        const auto at = size == 64 ? Tile<T, 64>{0}.unit(j, m / unit) : Tile<T, 128>{0}.unit(j, m / unit);
+        return static_cast<double>(to_float(reinterpret_cast<const T*>(from + at)[m % unit]));
     }
 };
 
@@ -143,10 +144,11 @@ int token_slabs(const Card& card) {
 }
 
 void launch_unfold_by_token(const ChunkGradients& of, cudaStream_t stream) {
+    const bool split = of.call.q.dtype == core::DType::f32;
     with_room<most_bytes>([&]<bool small>() {
         using S = Shape<small>;
-        launch(unfold_by_token_kernel<SavedElement, S>, {token_blocks, S::threads, static_cast<int>(sizeof(Shared<S>))},
-               stream, "gradients token by token", of);
+        launch(split ? unfold_by_token_kernel<float, S> : unfold_by_token_kernel<SavedElement, S>,
+               {token_blocks, S::threads, static_cast<int>(sizeof(Shared<S>))}, stream, "gradients token by token", of);
     });
 }
 

@@ -14,6 +14,7 @@ namespace softdelta::cuda {
 
 template <class Tiles>
 struct UnfoldCopies {
+    using T = typename Tiles::Element;
     static constexpr int C = chunk_rows, D = Tiles::size, threads = unfold_threads;
     static constexpr bool keys_twice = Tiles::Layout::key_sets > 1;
 
@@ -31,9 +32,9 @@ struct UnfoldCopies {
         const int hv = my.call.value_head(at.h, i);
         copy_rows<threads>(my.d_o(), my.grad.d_o, at.tokens, 0, hv, 0, my.grad.d_o ? my.call.value_size : 0, my.thread);
         if (my.erases) tile(my.d_r(), my.saved.dr(at.slot, hv), C);
-        copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(ptx::shared_address(my.small.factors + turn),
-                                                                  my.saved.record(at.slot, hv) + ChunkRecord::factors,
-                                                                  my.thread);
+        copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(
+            ptx::shared_address(my.small.factors + turn),
+            my.saved.template record<T>(at.slot, hv) + RecordOf<T>::factors, my.thread);
     }
     __device__ void rest(const ChunkPlace& at, int i) const {
         const int hv = my.call.value_head(at.h, i);
@@ -63,7 +64,9 @@ struct UnfoldCopies {
         const int i = n / steps, hv = my.call.value_head(my.here().h, i), each = steps / 3, phase = n % steps / each,
                   at = n % each, to = n % buffers;
         const Index slot = my.here().slot;
-        const auto rows = [&](int which, const char* from) { tile(my.part_rows(to, which), from + 128 * at, C); };
+        const auto rows = [&](int which, const char* from) {
+            tile(my.part_rows(to, which), from + 64 * static_cast<int>(sizeof(T)) * at, C);
+        };
         if (at == parts) {
             const typename Tiles::Rows p{my.part_rows(to, 0).base};
             copy_rows<threads>(p, my.call.p, my.here().tokens, 0, my.here().h, 0, my.call.key_size, my.thread);
@@ -77,16 +80,16 @@ struct UnfoldCopies {
         if (phase != 1) rows(phase == 0 ? 2 : 0, my.saved.u(slot, hv));
         if (phase > 0)
             tile(my.part_state(to),
-                 (phase == 1 ? my.saved.state(slot, hv) : my.saved.dstate(slot, hv)) + at * (64 * D * 2), 64);
+                 (phase == 1 ? my.saved.state(slot, hv) : my.saved.dstate(slot, hv)) + at * Tile<T, D>::bytes(64), 64);
         if (phase == 0 && at == 0)
-            copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(ptx::shared_address(my.small.factors + i % 2),
-                                                                      my.saved.record(slot, hv) + ChunkRecord::factors,
-                                                                      my.thread);
+            copy_bytes<static_cast<int>(sizeof(RowFactors)), threads>(
+                ptx::shared_address(my.small.factors + i % 2),
+                my.saved.template record<T>(slot, hv) + RecordOf<T>::factors, my.thread);
         ptx::commit_copies();
     }
     template <class To>
     __device__ void tile(const To& to, const char* from, int rows) const {
-        copy_saved_tile<typename Tiles::Element, D, threads>(to, from, rows, my.thread);
+        copy_saved_tile<T, D, threads>(to, from, rows, my.thread);
     }
 };
 

@@ -41,9 +41,13 @@ struct UnfoldFactors {
             const int r = i / Rows::units;
             auto* at = reinterpret_cast<uint4*>(shared_at(tile.unit(r, i % Rows::units)));
             const uint4 x = *at;
-            const auto times = [&](std::uint32_t two) {
-                const float2 both = ptx::unpack(two, T());
-                return ptx::pack(both.x * norm[r], both.y * norm[r], T());
+            const auto times = [&](std::uint32_t word) {
+                if constexpr (sizeof(T) == 4) {
+                    return __float_as_uint(__uint_as_float(word) * norm[r]);
+                } else {
+                    const float2 both = ptx::unpack(word, T());
+                    return ptx::pack(both.x * norm[r], both.y * norm[r], T());
+                }
             };
             *at = {times(x.x), times(x.y), times(x.z), times(x.w)};
         }
@@ -149,15 +153,15 @@ struct KeyGradients {
             const float2 y = my.two(tile, n, half);
             const float low = r[half] * (x[n][2 * half] - y.x * along[half]),
                         high = r[half] * (x[n][2 * half + 1] - y.y * along[half]);
-            *reinterpret_cast<std::uint32_t*>(
-                shared_at(tile.unit(my.row(half), my.quarter * N + n) + 4 * (my.lane % 4))) = ptx::pack(low, high, T());
+            store_pair(tile, my.row(half), 8 * (my.quarter * N + n) + 2 * (my.lane % 4), low, high);
         });
         __syncwarp();
         auto* data = static_cast<T*>(to.data) + my.here().tokens.batch * to.stride[0] + my.here().h * to.stride[2];
-        unrolled<N / 2>([&](int i) {
-            const int at = 32 * i + my.lane, own = 16 * my.block + at / N, unit = my.quarter * N + at % N;
-            if (own >= my.rows() || 8 * unit >= my.call.key_size) return;
-            *reinterpret_cast<uint4*>(data + (my.here().tokens.begin + own) * to.stride[1] + 8 * unit) =
+        constexpr int elements = unit_elements<T>, units = 8 * N / elements;
+        unrolled<units / 2>([&](int i) {
+            const int at = 32 * i + my.lane, own = 16 * my.block + at / units, unit = my.quarter * units + at % units;
+            if (own >= my.rows() || elements * unit >= my.call.key_size) return;
+            *reinterpret_cast<uint4*>(data + (my.here().tokens.begin + own) * to.stride[1] + elements * unit) =
                 *reinterpret_cast<const uint4*>(shared_at(tile.unit(own, unit)));
         });
     }
@@ -179,7 +183,7 @@ struct GateGradients {
         const auto* left = reinterpret_cast<const uint4*>(state) + my.thread;
         const auto* right = reinterpret_cast<const uint4*>(dstate) + my.thread;
         float sum = 0;
-        unrolled<D * D / 8 / unfold_threads>(
+        unrolled<D * D / unit_elements<T> / unfold_threads>(
             [&](int i) { sum += dot<T>(left[i * unfold_threads], right[i * unfold_threads]); });
         sum = sum_of_warp(sum);
         if (my.lane == 0) my.small.through[my.thread / 32] = sum;
@@ -387,11 +391,11 @@ __global__ void __launch_bounds__(unfold_threads, 1)
     }
 }
 
-template <int D, bool own_p>
+template <int D, bool own_p, class T = SavedElement>
 void launch_in_parts(const Card& card, const Blocks& blocks, const ChunkGradients& of, cudaStream_t stream) {
-    using Layout = UnfoldMemory<SavedElement, D, own_p, true>;
+    using Layout = UnfoldMemory<T, D, own_p, true>;
     const int buffers = Layout::bytes(2) <= card.shared_bytes ? 2 : 1;
-    launch(unfold_in_parts_kernel<SavedElement, D, own_p>, {blocks, unfold_threads, Layout::bytes(buffers)}, stream,
+    launch(unfold_in_parts_kernel<T, D, own_p>, {blocks, unfold_threads, Layout::bytes(buffers)}, stream,
            "gradients of the delta rules in parts", of, buffers);
 }
 
@@ -407,6 +411,9 @@ void launch_whole(const Blocks& blocks, const ChunkGradients& of, cudaStream_t s
 void launch_unfold(const Card& card, const ChunkGradients& of, cudaStream_t stream) {
     const Index chunks = of.sequences.most_chunks() * of.call.key_heads();
     const Blocks blocks(std::min<Index>(chunks, multiprocessors()));
+    if (of.call.q.dtype == core::DType::f32)
+        return of.call.own_p ? launch_in_parts<128, true, float>(card, blocks, of, stream)
+                             : launch_in_parts<128, false, float>(card, blocks, of, stream);
     const bool whole = card.level == Level::sm_90a;
     if (of.saved.size == 64)
         return whole ? launch_whole<64, false, false>(blocks, of, stream)

@@ -38,14 +38,13 @@ struct PairGradients {
     __device__ void multiply_lower(const Left& left, const Right& right, int half, float (&x)[C / 16][4]) const {
         if (2 * half > my.block) return;
 #pragma unroll 2
-        for (int depth = 0; depth < Left::units / 2; ++depth) {
-            std::uint32_t a[4], b[4];
+        for (int depth = 0; depth < Left::units / static_cast<int>(sizeof(T)); ++depth) {
+            Operand<T> a, b;
             left.load_left(a, 16 * my.block, depth, my.lane);
             unrolled_while<2>([&](int n) {
                 if (2 * half + n > my.block) return false;
                 right.load_right(b, 32 * half + 16 * n, depth, my.lane);
-                ptx::multiply(x[2 * n], a, b[0], b[1], T());
-                ptx::multiply(x[2 * n + 1], a, b[2], b[3], T());
+                multiply<T>(x[2 * n], x[2 * n + 1], a, b);
                 return true;
             });
         }
@@ -87,13 +86,12 @@ struct PairGradients {
                 y[n][e] *= x[n][e] * beta[half];
             });
             unrolled<2>([&](int half) {
-                *reinterpret_cast<std::uint32_t*>(shared_at(to.unit(my.row(half), tile) + 4 * (my.lane % 4))) =
-                    ptx::pack(x[n][2 * half], x[n][2 * half + 1], T());
+                store_pair(to, my.row(half), 8 * tile + 2 * (my.lane % 4), x[n][2 * half], x[n][2 * half + 1]);
             });
         });
-        sum_spans<2>(y, my.block, 2 * column_half, !of_score && my.call.erase_shift() == 1, my.lane,
-                     my.small.pairs[which][column_half] + 16 * my.block,
-                     my.small.columns[which][my.block] + 32 * column_half);
+        sum_spans<2, sizeof(T) == 4>(y, my.block, 2 * column_half, !of_score && my.call.erase_shift() == 1, my.lane,
+                                     my.small.pairs[which][column_half] + 16 * my.block,
+                                     my.small.columns[which][my.block] + 32 * column_half);
     }
 
     // spans[s]: the block of row s and those after it.

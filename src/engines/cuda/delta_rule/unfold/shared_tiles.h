@@ -30,7 +30,7 @@ struct UnfoldMemory {
     static constexpr unsigned key_tiles = own_p ? 3 : 2, key_sets = own_p ? 1 : 2;  // of this chunk, and of the next
     static constexpr int d_o = key_sets * key_tiles * rows_bytes, d_r = d_o + rows_bytes, u = d_r + rows_bytes,
                          state = u + rows_bytes, dstate = state + Tile<T, D>::bytes(D),
-                         pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * ChunkRecord::square_bytes,
+                         pairs = dstate + Tile<T, D>::bytes(D), small = pairs + 2 * RecordOf<T>::square_bytes,
                          bytes = small + static_cast<int>(sizeof(UnfoldNumbers));
     static_assert(sizeof(RowFactors) % 16 == 0 && bytes <= 227 * 1024);
 };
@@ -40,14 +40,15 @@ template <class T, int D, bool own_p>
 struct UnfoldMemory<T, D, own_p, true> {
     static constexpr unsigned rows_bytes = Tile<T, D>::bytes(chunk_rows);
     static constexpr unsigned key_tiles = 2, key_sets = 1;
-    static constexpr int pairs = key_tiles * rows_bytes, small = pairs + 2 * ChunkRecord::square_bytes,
+    static constexpr int pairs = key_tiles * rows_bytes, small = pairs + 2 * RecordOf<T>::square_bytes,
                          parts = (small + static_cast<int>(sizeof(UnfoldNumbers)) + 127) / 128 * 128,
                          part_rows_bytes = Tile<T, 64>::bytes(chunk_rows), state_in_part = 2 * part_rows_bytes,
                          part_bytes = state_in_part + std::max(part_rows_bytes, Tile<T, D>::bytes(64));
 
     // With so many parts, this one and the next.
     static constexpr int bytes(int count) { return parts + count * part_bytes; }
-    static_assert(bytes(1) <= least_shared_bytes && static_cast<int>(rows_bytes) <= part_bytes);
+    static_assert(bytes(1) <= (sizeof(T) == 4 ? 227 * 1024 : least_shared_bytes) &&
+                  static_cast<int>(rows_bytes) <= part_bytes);
 };
 
 // Warpgroups: four warps multiply together (sm_90a). in_parts: value channels come 64 at a time.
@@ -95,7 +96,7 @@ struct UnfoldTiles {
     __device__ Tile<T, D, 64> part_state(int part) const {
         return {base + Layout::parts + part * Layout::part_bytes + Layout::state_in_part};
     }
-    __device__ Square pairs(int which) const { return {base + Layout::pairs + which * ChunkRecord::square_bytes}; }
+    __device__ Square pairs(int which) const { return {base + Layout::pairs + which * RecordOf<T>::square_bytes}; }
     // Registers are scarce, and L1 has no room for what would be put aside: places are computed anew.
     __device__ void forget() {
         ptx::forget(thread);
@@ -116,7 +117,7 @@ struct UnfoldTiles {
     // x += rows of left · right; triangular: left is a lower triangle.
     template <class Left, class Right>
     __device__ void multiply(const Left& left, const Right& right, bool triangular, Sums& x) const {
-        constexpr int depths = Left::units / 2;
+        constexpr int depths = Left::units / static_cast<int>(sizeof(T));
         if constexpr (warpgroups) {
             ptx::begin_products(x);
             begin_product<T>(x, left, right, true, 8 * N * quarter);
@@ -125,7 +126,7 @@ struct UnfoldTiles {
         } else {
 #pragma unroll 2
             for (int depth = 0; depth < (triangular ? block + 1 : depths); ++depth) {
-                std::uint32_t a[4];
+                Operand<T> a;
                 left.load_left(a, 16 * block, depth, lane);
                 add_product<T>(x, a, right, depth, quarter * (N / 2), lane);
             }
@@ -135,7 +136,7 @@ struct UnfoldTiles {
     template <class Left, class Right>
     __device__ void multiply_both(const Left& left, const Left& other, const Right& right, bool triangular, Sums& x,
                                   Sums& y) const {
-        constexpr int depths = Left::units / 2;
+        constexpr int depths = Left::units / static_cast<int>(sizeof(T));
         if constexpr (warpgroups) {
             ptx::begin_products(x, y);
             unrolled<depths>([&](int depth) {
@@ -148,7 +149,7 @@ struct UnfoldTiles {
         } else {
 #pragma unroll 2
             for (int depth = 0; depth < (triangular ? block + 1 : depths); ++depth) {
-                std::uint32_t a[4], c[4];
+                Operand<T> a, c;
                 left.load_left(a, 16 * block, depth, lane);
                 other.load_left(c, 16 * block, depth, lane);
                 add_two_products<T>(x, a, y, c, right, depth, quarter * (N / 2), lane);
@@ -166,19 +167,19 @@ struct UnfoldTiles {
             ptx::wait_for_products<0>(x);
         } else {
             for (int depth = block; depth < C / 16; ++depth) {
-                std::uint32_t a[4];
+                Operand<T> a;
                 load_transposed_pairs(left, depth, with_beta, a);
                 add_product<T>(x, a, right, depth, quarter * (N / 2), lane);
             }
         }
     }
-    __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, std::uint32_t (&a)[4]) const {
+    __device__ void load_transposed_pairs(const Square& left, int depth, bool with_beta, Operand<T>& a) const {
         left.load_transposed_result(a, 16 * depth, 16 * block, lane);
         if (!with_beta) return;
         unrolled<4>([&](int i) {
             const float* beta = factors().beta + 16 * depth + 8 * (i / 2) + 2 * (lane % 4);
-            const float2 both = ptx::unpack(a[i], T());
-            a[i] = ptx::pack(both.x * beta[0], both.y * beta[1], T());
+            const float2 both = pair_of<T>(a, i);
+            set_pair<T>(a, i, both.x * beta[0], both.y * beta[1]);
         });
     }
     // x ∘= factor of its row; sums: rowsum(x∘rows) over the warp's channels, in all lanes of a row.
@@ -192,9 +193,7 @@ struct UnfoldTiles {
     }
     // What lies where the accumulators' elements are.
     __device__ float2 two(const Rows& rows, int n, int half) const {
-        return ptx::unpack(
-            *reinterpret_cast<const std::uint32_t*>(shared_at(rows.unit(row(half), quarter * N + n) + 4 * (lane % 4))),
-            T());
+        return load_pair(rows, row(half), 8 * (quarter * N + n) + 2 * (lane % 4));
     }
     __device__ void keep_row_sums(float* to, const float (&sums)[2]) const {
         unrolled<2>([&](int half) {

@@ -33,9 +33,9 @@ __device__ inline void sum_columns(const float (&first)[4], const float (&second
 
 // Of t, a warp's block of 16 rows by `blocks` blocks of 16 columns, the first of them number `first`:
 //     pairs[s] = Σ_(i ≥ s) r_i(s), i > s where `exclusive`, and r_i(s) = Σ_(j < s) t_ij over these columns
-// by a product of t, as two planes, and a matrix of ones and zeros. And sums of whole columns, for the gates of blocks
-// before this one.
-template <int blocks>
+// by a product of t, as two planes (split: as f32 numbers), and a matrix of ones and zeros. And sums of whole columns,
+// for the gates of blocks before this one.
+template <int blocks, bool split = false>
 __device__ inline void sum_spans(const float (&t)[2 * blocks][4], int block, int first, bool exclusive, int lane,
                                  float* pairs, float* columns) {
     using Plane = __nv_bfloat16;
@@ -43,6 +43,15 @@ __device__ inline void sum_spans(const float (&t)[2 * blocks][4], int block, int
     float of_rows[2][4] = {}, sums[4];
     unrolled<blocks>([&](int depth) {
         const int at = first + depth;
+        if constexpr (split) {
+            Operand<float> numbers, ones;
+            unrolled<2, 4>([&](int n, int e) {
+                numbers[4 * n + e] = __float_as_uint(t[2 * depth + n][e]);
+                const int s = 8 * n + r, j = c + e % 2 + e / 2 * 8;
+                ones[4 * n + e] = at < block || j < s ? 0x3f800000u : 0u;
+            });
+            return multiply<float>(of_rows[0], of_rows[1], numbers, ones);
+        }
         std::uint32_t planes[2][4];
         to_left_planes(t + 2 * depth, planes);
         unrolled<2>([&](int n) {

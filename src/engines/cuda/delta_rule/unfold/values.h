@@ -15,7 +15,8 @@ class RowValues {
         unrolled<count>([&](int i) {
             const int unit = part + threads * i;
             v_[i] = {0, 0, 0, 0};
-            if (8 * unit < channels) v_[i] = *reinterpret_cast<const uint4*>(from + 8 * unit);
+            if (unit_elements<T> * unit < channels)
+                v_[i] = *reinterpret_cast<const uint4*>(from + unit_elements<T> * unit);
         });
     }
 
@@ -26,7 +27,7 @@ class RowValues {
     }
     // The thread's part of it in channels [64·part, 64·part + 64), which are all of a tile.
     __device__ float dot_part(const KeyTile<T, 64>& d_r, int row, int part) const {
-        constexpr int each = 8 / threads;
+        constexpr int each = 64 / unit_elements<T> / threads;
         float sum = 0;
         unrolled<count>([&](int i) { sum += i / each == part ? dot_unit(d_r, row, i % each * threads, v_[i]) : 0.0F; });
         return sum;

@@ -40,7 +40,9 @@ class ColumnScan {
             }
             __syncthreads();
         }
-        if (warp >= warps)
+        if constexpr (Memory::split)
+            run_split(first_state, values, take, end);
+        else if (warp >= warps)
             run_copies(static_cast<int>(threadIdx.x) - 32 * warps, values, store);
         else
             run_products(first_state, take, end);
@@ -48,7 +50,7 @@ class ColumnScan {
 
     // state∘e^G_last
     __device__ void decay_state(int c) {
-        const float* last = channel ? m.channel_factors(c).last + 2 * (lane % 4) : &m.factors(c).last;
+        const float* last = m.last_of(c) + (channel ? 2 * (lane % 4) : 0);
         unrolled<K / 8>([&](int n) {
             const float2 factor = channel ? *reinterpret_cast<const float2*>(last + 8 * n) : make_float2(*last, *last);
             unrolled<4>([&](int i) { state[n][i] *= i % 2 == 0 ? factor.x : factor.y; });
@@ -86,28 +88,54 @@ class ColumnScan {
         unrolled<C / 8, 4>([&](int n, int i) { x[n][i] *= factor[8 * n + pair + i % 2]; });
     }
     // The same of left operands.
-    __device__ void scale(std::uint32_t (&x)[C / 16][4], const float* factor) const {
+    __device__ void scale(std::uint32_t (&x)[C / 16][operand_words<T>], const float* factor) const {
         const int pair = 2 * (lane % 4);
         unrolled<C / 16, 4>([&](int n, int m) {
             const int token = 16 * n + 8 * (m / 2) + pair;
-            const float2 both = ptx::unpack(x[n][m], T());
-            x[n][m] = ptx::pack(both.x * factor[token], both.y * factor[token + 1], T());
+            const float2 both = pair_of<T>(x[n], m);
+            set_pair<T>(x[n], m, both.x * factor[token], both.y * factor[token + 1]);
         });
     }
 
     // The state as it is now, to a tile in memory, while products read what was made of it. After a branch or barrier,
     // which keeps it from being done before they begin.
     __device__ void save_state_of(char* to) const {
-        std::uint32_t packed[K / 16][4];
+        std::uint32_t packed[K / 16][operand_words<T>];
         to_left<T>(packed, state);
-        if constexpr (!staged) return save_state<T, K>(to, own_column(), lane, packed);
-        const Tile<T, K> own{m.base + Memory::staging_at + static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
-        if (lane == 0) wait_for_stored_boxes();  // what was there
-        __syncwarp();
-        unrolled<K / 16>([&](int depth) { own.store_left(packed[depth], 0, depth, lane); });
-        ptx::publish_to_products();
-        __syncwarp();
-        if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
+        if constexpr (!staged) {
+            save_state<T, K>(to, own_column(), lane, packed);
+        } else {
+            const Tile<T, K> own{m.base + Memory::staging_at +
+                                 static_cast<std::uint32_t>(warp * Memory::warp_state_bytes)};
+            if (lane == 0) wait_for_stored_boxes();  // what was there
+            __syncwarp();
+            unrolled<K / 16>([&](int depth) { own.store_left(packed[depth], 0, depth, lane); });
+            ptx::publish_to_products();
+            __syncwarp();
+            if (lane == 0) store_bytes(to + (first_column + 16 * warp) * (K * 2), own.base, Memory::warp_state_bytes);
+        }
+    }
+
+    // --- f32 numbers: all threads copy the tiles of the chunk before as soon as these were read. Of others nothing.
+
+    // The rest of the chunk is there.
+    __device__ void wait_for_rows() const {
+        if constexpr (Memory::split) {
+            ptx::wait_for_copies();
+            __syncthreads();
+        }
+    }
+    __device__ void have_squares(int c) const {
+        if constexpr (Memory::split) {
+            __syncthreads();
+            copy_first(c - 1);
+        }
+    }
+    __device__ void have_rows(int c, const View& values) const {
+        if constexpr (Memory::split) {
+            __syncthreads();
+            copy_rest(c - 1, values);
+        }
     }
     // The warp's columns of rows that were made, for those who store; give(tile) where there are any.
     template <class Give>
@@ -131,7 +159,7 @@ class ColumnScan {
             store(row, u, *reinterpret_cast<const uint4*>(shared_at(m.made(which).unit(row, u))));
         }
     }
-    __device__ void load_values(int c, std::uint32_t (&out)[C / 16][4]) const {
+    __device__ void load_values(int c, std::uint32_t (&out)[C / 16][operand_words<T>]) const {
         unrolled<C / 16>([&](int n) { m.values(c).load_transposed_result(out[n], 16 * n, 16 * warp, lane); });
     }
 
@@ -141,7 +169,7 @@ class ColumnScan {
         store_transposed<T, warpgroups>(m.values(c), warp, lane, x, to);
     }
     // Where rows of the block's columns go: a tile [64, V] in memory, a tensor of value heads.
-    __device__ RowsToTile to_tile(char* to) const {
+    __device__ RowsToTile<T> to_tile(char* to) const {
         return {to, first_column, saved.size};
     }
     __device__ RowsToTensor<T> to_tensor(int c, const View& to) const {
@@ -262,6 +290,49 @@ class ColumnScan {
         if (staged && lane == 0) wait_for_stored_boxes();
         end();
     }
+    // What a product reads first of chunk c, and last; each is a group of copies.
+    __device__ void copy_first(int c) const {
+        constexpr int threads = 32 * warps;
+        using Record = typename Memory::Record;
+        const int thread = static_cast<int>(threadIdx.x);
+        if (c >= 0) {
+            const char* record = saved.template record<float>(first_slot + c, hv);
+            copy_rows<threads>(m.keys(c, 1), call.k, s, c, call.key_head(hv), 0, call.key_size, thread);
+            copy_bytes<Record::square_bytes, threads>(m.square(c, 0).base, record, thread);
+            if (call.erase != core::Erase::nothing)
+                copy_bytes<Record::square_bytes, threads>(m.square(c, 1).base, record + Record::inverse, thread);
+            copy_bytes<Memory::factor_bytes, threads>(m.factors_of(c), record + Record::factors, thread);
+        }
+        ptx::commit_copies();
+    }
+    __device__ void copy_rest(int c, const View& values) const {
+        constexpr int threads = 32 * warps;
+        const int thread = static_cast<int>(threadIdx.x), h = call.key_head(hv);
+        if (c >= 0) {
+            copy_rows<threads>(m.keys(c, 0), call.q, s, c, h, 0, call.key_size, thread);
+            if (kind == Keys::own_p) copy_rows<threads>(m.keys(c, 2), call.p, s, c, h, 0, call.key_size, thread);
+            copy_rows<threads>(m.values(c), values, s, c, hv, first_column, values ? call.value_size : 0, thread);
+        }
+        ptx::commit_copies();
+    }
+    template <class Take, class End>
+    __device__ void run_split(const View& first_state, const View& values, const Take& take, const End& end) {
+        copy_first(m.chunks - 1);
+        copy_rest(m.chunks - 1, values);
+        {
+            LaneState<K> loaded;
+            load_state(first_state, loaded);
+            unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
+        }
+#pragma unroll 1
+        for (int c = m.chunks; c-- > 0;) {
+            ptx::wait_for_copies_but<1>();
+            __syncthreads();
+            take(c);
+        }
+        end();
+    }
+
     template <class Use>
     __device__ static void for_each_chunk(int chunks, const Use& use) {
         if constexpr (reverse)

@@ -12,7 +12,7 @@ struct ScanFromEnd {
     using Columns = ColumnScan<T, K, warps, kind, warpgroups, kind == Keys::plain ? 2 : 3, 2, true>;
     using Memory = typename Columns::Memory;
     static constexpr int C = chunk_rows;
-    static constexpr bool channel = Columns::channel, staged = Columns::staged;
+    static constexpr bool channel = Columns::channel, staged = Columns::staged, split = Memory::split;
 
     Columns my;
     const GradientViews& grad;
@@ -34,17 +34,19 @@ struct ScanFromEnd {
 
     __device__ void take(int c) {
         const RowFactors& f = my.m.factors(c);
-        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const float* beta = my.m.beta_of(c);
         const bool erases = warpgroups || channel || my.call.erase != core::Erase::nothing;
         const int pair = 2 * (my.lane % 4);
         const Index slot = my.first_slot + c;
         float x[C / 8][4], y[C / 8][4];
-        std::uint32_t state[K / 16][4], d_o[C / 16][4];
+        std::uint32_t state[K / 16][operand_words<T>], d_o[C / 16][operand_words<T>];
         const auto products = my.products();
         to_left<T>(state, my.state);
+        if constexpr (split) products.begin_transposed(x, state, my.m.keys(c, 1), false, false);
+        my.wait_for_rows();
         const auto begin = [&] {
             my.load_values(c, d_o);
-            products.begin_transposed(x, state, my.m.keys(c, 1), false, false);
+            if constexpr (!split) products.begin_transposed(x, state, my.m.keys(c, 1), false, false);
             if constexpr (warpgroups) products.begin(y, d_o, my.m.square(c, 0), false, true);
         };
         if constexpr (warpgroups) begin();
@@ -58,12 +60,14 @@ struct ScanFromEnd {
             my.save_state_of(my.saved.dstate(slot, my.hv));
             take_chunk_by_token(c);
             if constexpr (staged) my.hand_on(c, false, [] {});
+            my.have_squares(c);
+            my.have_rows(c, grad.d_o);
             return;
         }
         my.save_state_of(my.saved.dstate(slot, my.hv));
         if constexpr (!warpgroups) begin();
         my.decay_state(c);
-        std::uint32_t read[C / 16][4], left[C / 16][4], erased[C / 16][4];
+        std::uint32_t read[C / 16][operand_words<T>], left[C / 16][operand_words<T>], erased[C / 16][operand_words<T>];
         my.load_values(c, read);
         if constexpr (!channel) my.scale(read, f.read);
         products.template wait<1>(x);
@@ -79,6 +83,7 @@ struct ScanFromEnd {
             products.begin(y, left, my.m.square(c, 1), false, true);
         else
             unrolled<C / 8, 4>([&](int n, int i) { y[n][i] = x[n][i]; });
+        my.have_squares(c);
         products.begin(my.state, read, my.m.keys(c, 0), true, false);
         products.template wait<1>(y);
         if (erases) {
@@ -104,6 +109,7 @@ struct ScanFromEnd {
                 my.store_rows(c, y, my.to_tensor(c, grad.dv));
             }
         }
+        my.have_rows(c, grad.d_o);
         products.template wait<0>(my.state);
     }
 

@@ -24,7 +24,7 @@ struct ScanFromStart {
 
     __device__ void take(int c) {
         const RowFactors& f = my.m.factors(c);
-        const float* beta = channel ? my.m.channel_factors(c).beta : f.beta;
+        const float* beta = my.m.beta_of(c);
         const bool erases = warpgroups || channel || my.call.erase != core::Erase::nothing;
         const int pair = 2 * (my.lane % 4);
         const Index slot = my.first_slot + c;

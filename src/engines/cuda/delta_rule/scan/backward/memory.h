@@ -25,7 +25,7 @@ static_assert(sizeof(ChannelFactors) <= sizeof(RowFactors));
 // warpgroups: four warps multiply together.
 template <class T, int K, int warps, Keys kind, bool warpgroups, int key_tiles, int squares, bool reverse>
 struct ColumnMemory {
-    static constexpr bool channel = kind == Keys::with_gates;
+    static constexpr bool channel = kind == Keys::with_gates, split = false;
     static constexpr int C = chunk_rows, slab = 16 * warps;
     static constexpr int key_bytes = Tile<T, K>::bytes(C), values_at = key_tiles * key_bytes,
                          squares_at = values_at + Tile<T, slab>::bytes(C),
@@ -100,6 +100,8 @@ struct ColumnMemory {
             reinterpret_cast<const char*>(made->beta()), thread);
         if (thread == 0) f.by_token = made->by_token;
     }
+    __device__ const float* beta_of(int c) const { return channel ? channel_factors(c).beta : factors(c).beta; }
+    __device__ const float* last_of(int c) const { return channel ? channel_factors(c).last : &factors(c).last; }
     // Whatever its values are: the record says so.
     __device__ bool goes_by_token(int c) const {
         return (channel ? channel_factors(c).by_token : factors(c).by_token) != 0;
@@ -108,6 +110,41 @@ struct ColumnMemory {
     const std::uint32_t base;
     const int chunks;          // of the sequence
     const int stages_of_card;  // one or two, where not warpgroups have them
+};
+
+// Of f32 numbers, from the end: no room for two stages. k alone, which is read first and last, is there twice.
+template <int K, int warps, Keys kind, int key_tiles, int squares>
+struct ColumnMemory<float, K, warps, kind, false, key_tiles, squares, true> {
+    using Record = RecordOf<float>;
+    using KeyRows = KeyTile<float, K>;
+    using Values = Tile<float, 16 * warps>;
+    using Square = Tile<float, chunk_rows>;
+    static constexpr bool channel = false, split = true, staged = false;
+    static constexpr int C = chunk_rows, slab = 16 * warps, key_bytes = KeyRows::bytes(C),
+                         factor_bytes = static_cast<int>(sizeof(RowFactors));
+    static constexpr int values_at = (key_tiles + 1) * key_bytes, squares_at = values_at + Values::bytes(C),
+                         factors_at = squares_at + squares * Record::square_bytes,
+                         bytes = factors_at + 2 * factor_bytes;
+
+    __device__ KeyRows keys(int c, int which) const {
+        return {base + static_cast<std::uint32_t>((which == 0 ? 0 : which == 1 ? 1 + c % 2 : 3) * key_bytes)};
+    }
+    __device__ Values values(int) const { return {base + values_at}; }
+    __device__ Values made(int) const { return values(0); }  // nothing is handed on
+    __device__ Square square(int, int which) const { return {base + squares_at + which * Record::square_bytes}; }
+    __device__ std::uint32_t factors_of(int c) const {
+        return base + static_cast<std::uint32_t>(factors_at + c % 2 * factor_bytes);
+    }
+    __device__ const RowFactors& factors(int c) const {
+        return *reinterpret_cast<const RowFactors*>(shared_at(factors_of(c)));
+    }
+    __device__ const float* beta_of(int c) const { return factors(c).beta; }
+    __device__ const float* last_of(int c) const { return &factors(c).last; }
+    __device__ bool goes_by_token(int c) const { return factors(c).by_token != 0; }
+
+    const std::uint32_t base;
+    const int chunks;  // of the sequence
+    const int stages_of_card;
 };
 
 }  // namespace softdelta::cuda

@@ -57,6 +57,7 @@ void with_kind(const DeltaCall& call, const Use& use) {
 // Warpgroups: on sm_90a, of rules that erase, K and V filled up to 128. Few heads take less columns for each block, so
 // that more blocks share the work.
 void launch_scans(const Card& card, Scans scans, const ChunkGradients& of, cudaStream_t stream) {
+    if (of.call.q.dtype == core::DType::f32) return launch_split_scan_from_end(of, stream);
     using T = SavedElement;
     if (of.saved.size == 64) {
         scans.stages = scan_tiles(card, false, 0, stage_bytes<T, 64, 4, Keys::plain>).stages;

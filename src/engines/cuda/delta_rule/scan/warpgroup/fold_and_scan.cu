@@ -53,7 +53,8 @@ void launch_with(const ChunkForward& of, int folding, cudaStream_t stream) {
 }  // namespace
 
 int folding_blocks(Level level, const DeltaCall& call, Index sequences, bool keeps, core::Device device) {
-    if (level != Level::sm_90a || call.gate == core::Gate::channel || call.own_p || call.erase == core::Erase::nothing)
+    if (level != Level::sm_90a || call.q.dtype == core::DType::f32 || call.gate == core::Gate::channel || call.own_p ||
+        call.erase == core::Erase::nothing)
         return 0;
     const Index columns = keeps ? KeptChunks::size : call.value_size;
     const Index scans = blocks_of(columns, slab) * call.heads * sequences, others = multiprocessors(device) - scans;

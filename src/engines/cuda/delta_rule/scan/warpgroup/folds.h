@@ -15,7 +15,7 @@ class Folds {
     using Record = FoldedChunk<K, false>;
     // The inverse lies where q was.
     static constexpr int key_bytes = KeyTile<T, K>::bytes(C), q = key_bytes,
-                         factors = q + std::max(key_bytes, static_cast<int>(sizeof(WarpInverse::Memory))),
+                         factors = q + std::max(key_bytes, static_cast<int>(sizeof(InverseMemory))),
                          memory = (factors + static_cast<int>(sizeof(ChunkFactors)) + 127) / 128 * 128,
                          warpgroup_bytes = (memory + static_cast<int>(sizeof(SharedFoldMemory)) + 1023) / 1024 * 1024;
 
@@ -100,7 +100,7 @@ class Folds {
         char* const at = shared_at(base_);
         // Scores, and then `solve`, leave through memory of the inverse.
         const SquareTile<T> square{base_ + static_cast<std::uint32_t>(q)};
-        static_assert(sizeof(WarpInverse::Memory) >= Record::square_bytes);
+        static_assert(sizeof(InverseMemory) >= Record::square_bytes);
         const SharedFoldTiles<T, K> tiles{tile(q),
                                           tile(0),
                                           tile(0),
@@ -108,7 +108,7 @@ class Folds {
                                           square,
                                           reinterpret_cast<ChunkFactors*>(at + factors),
                                           reinterpret_cast<SharedFoldMemory*>(at + memory),
-                                          reinterpret_cast<WarpInverse::Memory*>(at + q)};
+                                          reinterpret_cast<InverseMemory*>(at + q)};
         const Index slot = s.first_slot + chunk.c;
         char* const record = folded_.record(slot, chunk.hv, Record::bytes);
         const Index of_kept = slot * folded_.heads + chunk.hv;

@@ -31,8 +31,9 @@ void launch_with(const ChunkForward& of, bool early, cudaStream_t stream) {
 template <int slabs>
 void launch_for(const ChunkForward& of, bool early, cudaStream_t stream) {
     with_half(of.call, [&]<class T>() {
-        with_keys(of.call,
-                  [&]<int K, Keys keys>() { launch_with<T, K, keys, K == 64 ? 1 : slabs>(of, early, stream); });
+        with_keys(of.call, [&]<int K, Keys keys>() {
+            if constexpr (K <= 128) launch_with<T, K, keys, K == 64 ? 1 : slabs>(of, early, stream);
+        });
     });
 }
 

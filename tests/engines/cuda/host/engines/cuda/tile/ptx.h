@@ -180,6 +180,26 @@ void multiply_eight(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint
     multiply(d, {a0, a1, 0, 0}, b, 0, type);
 }
 
+// tf32 reads numbers without their last 13 bits. Sums in the order of the depth, as above.
+inline void multiply_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    Factors mine{d, a, {b[0], b[1]}};
+    host::together(mine, [](const auto& of) {
+        const auto number = [](std::uint32_t x) {
+            float out;
+            x &= 0xffffe000u;
+            std::memcpy(&out, &x, 4);
+            return out;
+        };
+        Left left = {};
+        Right right = {};
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int i = 0; i < 4; ++i) left[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = number(of(lane).a[i]);
+            for (int i = 0; i < 2; ++i) right[lane % 4 * 2 + i][lane / 4] = number(of(lane).b[i]);
+        }
+        add_product(left, right, of, 0);
+    });
+}
+
 // Of a warpgroup: an operand is its address and what lies between its panels.
 inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int offset = 0) {
     address += static_cast<std::uint32_t>(offset);
@@ -189,7 +209,8 @@ inline std::uint64_t shared_operand(std::uint32_t address, int panel_bytes, int 
 constexpr bool has_warpgroups = true;
 template <class Register, int n>
 void keep_registers(Register (&)[n][4]) {}
-inline void forget(int&) {}
+template <class Register>
+void forget(Register&) {}
 template <class... Registers>
 void begin_products(Registers&...) {}
 inline void commit_products() {
@@ -331,6 +352,10 @@ inline bool has_nonfinite(std::uint32_t x, __nv_bfloat16) {
 }
 inline bool has_nonfinite(std::uint32_t x, __half) {
     return (((x & 0x7c007c00u) + 0x04000400u) & 0x80008000u) != 0;
+}
+// Of f32, from 2^100 on: products of split numbers may overflow.
+inline bool has_nonfinite(std::uint32_t x, float) {
+    return (((x & 0x7f800000u) + 0x0e800000u) & 0x80000000u) != 0;
 }
 
 template <int registers>
