@@ -104,7 +104,7 @@ void run_sequences(const Card& card, const ChunkGradients& of, bool keeps, const
     if (states_last) scan({true, false});
     if (of.call.gate == core::Gate::channel)
         launch_unfold_channel(card, of, stream);
-    else if (card.level == Level::sm_90a && of.saved.size == 128 && !of.call.own_p)
+    else if (card.level == Level::sm_90a && of.saved.size == 128 && !of.call.own_p && !split)
         launch_unfold_warpgroups(of, stream);
     else
         launch_unfold(card, of, stream);

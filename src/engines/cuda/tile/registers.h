@@ -201,16 +201,7 @@ struct Products {
             ptx::commit_products();
         } else {
             if (!add) clear(x);
-            unrolled<depths>([&](int depth) {
-                Operand<T> a;
-                const int own = take_left<T>(a, left[depth], lane);
-                unrolled<N / 2>([&](int n) {
-                    if (triangular && n > depth) return;
-                    Operand<T> b;
-                    right.load_right_mn_major(b, 16 * depth, n, own);
-                    multiply<T>(x[2 * n], x[2 * n + 1], a, b);
-                });
-            });
+            add_columns<T>(x, left, right, triangular, lane);
         }
     }
     // Until so many groups run.

@@ -148,6 +148,16 @@ struct Tile<float, columns, panel_rows> {
         });
     }
 
+    // Of a right operand, the eight columns of the product from `first` on, and depth [8·k, 8·k + 8): of rows here from
+    // first on, or of columns.
+    __device__ void load_eight_rows(std::uint32_t (&out)[2], int first, int k, int lane) const {
+        const uint2 both = *reinterpret_cast<const uint2*>(&at(first + lane / 4, 8 * k + 2 * (lane % 4)));
+        out[0] = both.x, out[1] = both.y;
+    }
+    __device__ void load_eight_columns(std::uint32_t (&out)[2], int first, int k, int lane) const {
+        unrolled<2>([&](int i) { out[i] = __float_as_uint(at(8 * k + 2 * (lane % 4) + i, first + lane / 4)); });
+    }
+
   private:
     __device__ void load_pairs(int row, int column, std::uint32_t& a, std::uint32_t& b, std::uint32_t& c,
                                std::uint32_t& d) const {
@@ -179,7 +189,7 @@ __device__ inline void store_pair(const Tile<T, columns, panel_rows>& tile, int 
 }
 
 // Products of f32 numbers by matrix units of tf32: a number is its first 11 bits, rounded, and what is left, of which
-// 11 bits are read. What is small is added first, for matrix units cut sums off.
+// 11 bits are read. Small terms have sums of their own, for matrix units cut sums off.
 template <int count>
 __device__ inline void split_words(const std::uint32_t* x, std::uint32_t (&high)[count], std::uint32_t (&low)[count]) {
     unrolled<count>([&](int i) {
@@ -190,57 +200,95 @@ __device__ inline void split_words(const std::uint32_t* x, std::uint32_t (&high)
 template <>
 __device__ inline void multiply<float>(float (&x)[4], float (&y)[4], const Operand<float>& left,
                                        const Operand<float>& right) {
+    float small[2][4] = {};
     unrolled<2>([&](int k) {
-        std::uint32_t a[2][4], b[2][2], c[2][2];  // high, low
+        std::uint32_t a[2][4], b[2][2][2];  // high, low
         split_words(left + 4 * k, a[0], a[1]);
-        split_words(right + 2 * k, b[0], b[1]);
-        split_words(right + 4 + 2 * k, c[0], c[1]);
-        unrolled<3>([&](int part) {
-            ptx::multiply_tf32(x, a[part == 0], b[part == 1]);
-            ptx::multiply_tf32(y, a[part == 0], c[part == 1]);
-        });
+        unrolled<2>([&](int i) { split_words(right + 4 * i + 2 * k, b[0][i], b[1][i]); });
+        unrolled<2, 2>([&](int part, int i) { ptx::multiply_tf32(small[i], a[1 - part], b[part][i]); });
+        ptx::multiply_tf32(x, a[0], b[0][0]);
+        ptx::multiply_tf32(y, a[0], b[0][1]);
     });
+    unrolled<4>([&](int e) { x[e] += small[0][e], y[e] += small[1][e]; });
 }
 
-// A left operand for some products; returns the lane. Of f32 numbers, the parts that it is split into, and the places
-// of what it is multiplied by, are made anew for each: kept from one product to the next, and for a loop, they would
-// take more registers than there are.
-template <class T>
-__device__ inline int take_left(Operand<T>& out, const Operand<T>& left, int lane) {
-    unrolled<operand_words<T>>([&](int i) {
-        out[i] = left[i];
-        if constexpr (sizeof(T) == 4) ptx::forget(out[i]);
+// x [16, 8·N] += left [16, 16·depths] · right of f32 numbers; load(out, n, k) brings eight columns from 8·n on and
+// eight of the depth, takes(n, depth) says which sixteens of it are not 0. Small terms have sums of their own; columns
+// go by fours, so that as many products run beside each other.
+template <int N, int depths, class Load, class Takes>
+__device__ inline void add_split(float (&x)[N][4], const Operand<float>* left, const Load& load, const Takes& takes) {
+    unrolled<N / 4>([&](int four) {
+        float small[4][4] = {};
+        unrolled<depths, 2>([&](int depth, int half) {
+            if (!takes(4 * four, depth) && !takes(4 * four + 3, depth)) return;
+            std::uint32_t a[2][4], b[2][4][2];  // high, low
+            std::uint32_t of_left[4];
+            unrolled<4>([&](int i) {
+                of_left[i] = left[depth][4 * half + i];
+                ptx::forget(of_left[i]);  // as places
+            });
+            split_words(of_left, a[0], a[1]);
+            unrolled<4>([&](int i) {
+                std::uint32_t words[2];
+                load(words, 4 * four + i, 2 * depth + half);
+                split_words(words, b[0][i], b[1][i]);
+            });
+            unrolled<2, 4>([&](int part, int i) {
+                if (takes(4 * four + i, depth)) ptx::multiply_tf32(small[i], a[1 - part], b[part][i]);
+            });
+            unrolled<4>([&](int i) {
+                if (takes(4 * four + i, depth)) ptx::multiply_tf32(x[4 * four + i], a[0], b[0][i]);
+            });
+        });
+        unrolled<4, 4>([&](int i, int e) { x[4 * four + i][e] += small[i][e]; });
     });
-    if constexpr (sizeof(T) == 4) ptx::forget(lane);
-    return lane;
 }
 
 // x [16, 8·N] += left [16, 16] · rows [16·depth, 16·depth + 16) of right, its columns from 16·first on.
 template <class T, int N, class Right>
 __device__ inline void add_product(float (&x)[N][4], const Operand<T>& left, const Right& right, int depth, int first,
                                    int lane) {
-    Operand<T> a;
-    const int own = take_left<T>(a, left, lane);
     unrolled<N / 2>([&](int n) {
         Operand<T> b;
-        right.load_right_mn_major(b, 16 * depth, first + n, own);
-        multiply<T>(x[2 * n], x[2 * n + 1], a, b);
+        right.load_right_mn_major(b, 16 * depth, first + n, lane);
+        multiply<T>(x[2 * n], x[2 * n + 1], left, b);
     });
 }
 // x [16, 8·N] += left [16, 16·depths] · rightᵀ, right [8·N, 16·depths]; triangular: it is a lower triangle.
 template <class T, int N, int depths, class Right>
 __device__ inline void add_transposed(float (&x)[N][4], const std::uint32_t (&left)[depths][operand_words<T>],
                                       const Right& right, bool triangular, int lane) {
-    unrolled<depths>([&](int depth) {
-        Operand<T> a;
-        const int own = take_left<T>(a, left[depth], lane);
-        unrolled<N / 2>([&](int n) {
+    if constexpr (sizeof(T) == 4) {
+        ptx::forget(lane);  // places are made anew: kept for a loop, they take more registers than there are
+        add_split<N, depths>(
+            x, left, [&](std::uint32_t(&out)[2], int n, int k) { right.load_eight_rows(out, 8 * n, k, lane); },
+            [&](int n, int depth) { return !triangular || n / 2 >= depth; });
+    } else {
+        unrolled<depths, N / 2>([&](int depth, int n) {
             if (triangular && n < depth) return;
             Operand<T> b;
-            right.load_right(b, 16 * n, depth, own);
-            multiply<T>(x[2 * n], x[2 * n + 1], a, b);
+            right.load_right(b, 16 * n, depth, lane);
+            multiply<T>(x[2 * n], x[2 * n + 1], left[depth], b);
         });
-    });
+    }
+}
+// The same with right as it lies, [16·depths, 8·N].
+template <class T, int N, int depths, class Right>
+__device__ inline void add_columns(float (&x)[N][4], const std::uint32_t (&left)[depths][operand_words<T>],
+                                   const Right& right, bool triangular, int lane) {
+    if constexpr (sizeof(T) == 4) {
+        ptx::forget(lane);
+        add_split<N, depths>(
+            x, left, [&](std::uint32_t(&out)[2], int n, int k) { right.load_eight_columns(out, 8 * n, k, lane); },
+            [&](int n, int depth) { return !triangular || n / 2 <= depth; });
+    } else {
+        unrolled<depths, N / 2>([&](int depth, int n) {
+            if (triangular && n > depth) return;
+            Operand<T> b;
+            right.load_right_mn_major(b, 16 * depth, n, lane);
+            multiply<T>(x[2 * n], x[2 * n + 1], left[depth], b);
+        });
+    }
 }
 // The same as add_product(), and y of another left operand: they share what is loaded of right.
 template <class T, int N, class Right>

@@ -151,6 +151,14 @@ void launch_left(const AttentionCall& call, const AttentionSequences& sequences,
                                 grad.dk || grad.dv ? blocks(sequences.of_keys, call.keys) : 0);
     const int heads = (grad.dq ? call.heads : 0) + (grad.dk || grad.dv ? call.heads / call.group : 0);
     const int z = sequences.of_queries && sequences.of_keys ? 1 : sequences.count;
+    if (heads > 65535) {  // of a grid, in its second dimension
+        Gradients part = grad;
+        part.dk = part.dv = {};
+        launch_left<Tiles>(call, sequences, part, stream);
+        part = grad;
+        part.dq = {};
+        return launch_left<Tiles>(call, sequences, part, stream);
+    }
     launch(left_gradient_kernel<Tiles>,
            {{few_blocks(most, heads * z), heads, z}, Tiles::threads, Tiles::shared_bytes, grad.redo_keys.early}, stream,
            "attention's gradients of q, k and v", call, sequences, grad);

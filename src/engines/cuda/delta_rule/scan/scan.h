@@ -100,7 +100,7 @@ struct ChunkScan {
             store_outputs(c, tiles, o);
         }
         steps.have_outputs();
-        unrolled<C / 16>([&](int depth) { add_product<T>(my.state, written[depth], tiles.write, depth, 0, my.lane); });
+        add_columns<T>(my.state, written, tiles.write, false, my.lane);
     }
 
     // oᵀ through the tile of values, whose columns of this warp nobody else reads, to whole rows of memory.
