@@ -348,7 +348,7 @@ bool has_f32(const core::DeltaInputs& in) {
 }  // namespace
 
 Index few_tokens(const core::DeltaInputs& in) {
-    if (has_f32(in)) return 16;
+    if (has_f32(in)) return 40;
     return 8;  // f32 states that are rounded more often lose digits that a chunk keeps
 }
 
