@@ -19,7 +19,7 @@ constexpr int M = warpgroup_rows;
 template <class T, int columns, Between between>
 struct QueryTiles {
     static constexpr bool capped = between == Between::cap, shares_bias = between == Between::shared_bias;
-    static constexpr bool masked = between == Between::added || capped, copied_by_threads = masked;
+    static constexpr bool copied_by_threads = between == Between::added || capped;
     static constexpr bool has_tiles = between == Between::added || between == Between::bias;  // of bias
     static constexpr bool is_wide = columns > 128, is_narrow = has_tiles || capped;
     static constexpr int N = is_wide ? (is_narrow ? 64 : 32) : is_narrow ? 64 : 128;
@@ -32,7 +32,7 @@ struct QueryTiles {
     static constexpr int bias_bytes = has_tiles ? M * N * 2 : 0;
     static constexpr int stage_bytes = 2 * Key::bytes() + bias_bytes;
     static constexpr int bits_at = 2 * Query::bytes() + stages * stage_bytes;
-    static constexpr int shared_bias_at = bits_at + (masked ? AddedTile::bits_bytes : 0);
+    static constexpr int shared_bias_at = bits_at + (copied_by_threads ? AddedTile::bits_bytes : 0);
     static constexpr int shared_bias_bytes = N < 64 ? 128 : 2 * N;  // TMA wants a multiple of 128
     static constexpr int barriers_at = shared_bias_at + (shares_bias ? stages * shared_bias_bytes : 0);
     static constexpr int sequence_at = barriers_at + Stages::bytes + 8;
@@ -89,7 +89,7 @@ struct QueryProducer {
         int tile = 0;
         for (int at = b.keys.begin; at < b.keys.end; at += N, ++tile) {
             typename Tiles::AddedTile::Bits bits{};
-            if (Tiles::masked && b.call.mask) bits = extra.load_bits(b.first, at, thread);
+            if (Tiles::copied_by_threads && b.call.mask) bits = extra.load_bits(b.first, at, thread);
             begin_stage<by_tma>(
                 m.ring(), tile,
                 Tiles::stage_bytes + (Tiles::shares_bias ? 2 * N : 0) + (tile == 0 ? 2 * Tiles::Query::bytes() : 0));
@@ -103,7 +103,7 @@ struct QueryProducer {
             }
             if constexpr (Tiles::shares_bias)
                 extra.template bring_shared_bias<by_tma>(m.shared_bias(tile), b.boxes.bias, at, thread, full);
-            if (Tiles::masked && b.call.mask) {
+            if (Tiles::copied_by_threads && b.call.mask) {
                 ptx::wait(m.bits_free(), (tile & 1) ^ 1);
                 extra.store_bits(m.bits(), bits, thread);
             }
@@ -131,7 +131,7 @@ struct QueryConsumer {
     }
     __device__ void add_tiles() {
         const Tiles& m = b.m;
-        const float c = exponent_scale(b.call, Tiles::masked);
+        const float c = exponent_scale(b.call, Tiles::copied_by_threads);
         const RowTerm term[2] = {term_of<T>(b.call, b.out.rows, b.s, b.head, query(0), !Tiles::capped),
                                  term_of<T>(b.call, b.out.rows, b.s, b.head, query(1), !Tiles::capped)};
         const Mask mask = Mask::of_queries(b.call, b.s, b.first + 64 * warpgroup, 16 * warp + lane / 4);
@@ -152,7 +152,7 @@ struct QueryConsumer {
                 bias.fetch(m.bias(tile), row(), lane);
             ptx::wait_for_products<1>(p.x);
             if (Tiles::capped) keep_from_hiding(p);
-            if constexpr (Tiles::masked) {
+            if constexpr (Tiles::copied_by_threads) {
                 Scores<T, M, N, between>(b.call, b.s, b.head, b.first, row(), lane).take(m.bias(tile), m.bits(), at, p);
                 if (b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
             }
@@ -160,7 +160,7 @@ struct QueryConsumer {
                 float top[2];
                 for_rows(
                     [&](int half) { top[half] = term_of<T>(b.call, b.out.rows, b.s, b.head, query(half), true).top; });
-                const float factor = scale_left(b.call, Tiles::masked);
+                const float factor = scale_left(b.call, Tiles::copied_by_threads);
                 p.each_pair([&](float& e, float& next, int half, int column) {
                     float2 two{};
                     if constexpr (is_bias_alone(between)) two = bias.at(half, column);
@@ -225,7 +225,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 cudaStream_t stream) {
     using Tiles = QueryTiles<T, columns, between>;
     OperandBoxes boxes;
-    if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, M, Tiles::N);
+    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(call, sequences, grad.d_o, M, Tiles::N);
     if (is_bias_alone(between))
         boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
     boxes.cut(call, sequences, grad.d_o, stream);

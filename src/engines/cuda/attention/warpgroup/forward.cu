@@ -25,10 +25,10 @@ constexpr int M = warpgroup_rows;
 // A block's shared memory: q, then stages of k, of v and of bias; bits of the mask; mbarriers; the sequence.
 template <class T, int columns, Between between>
 struct ForwardTiles {
-    static constexpr bool added = between == Between::added, alone = is_bias_alone(between), biased = added || alone;
-    static constexpr bool shares_bias = between == Between::shared_bias, copied_by_threads = added;
+    static constexpr bool copied_by_threads = between == Between::added, alone = is_bias_alone(between);
+    static constexpr bool biased = copied_by_threads || alone, shares_bias = between == Between::shared_bias;
     static constexpr int N = columns > 128 ? 64 : 128;
-    static constexpr int stages = added || between == Between::bias || columns > 128 ? 2 : 3;
+    static constexpr int stages = copied_by_threads || between == Between::bias || columns > 128 ? 2 : 3;
     using Query = Tile<T, columns, M>;
     using Key = Tile<T, columns, N>;
     using AddedTile = Added<T, M, N>;
@@ -38,7 +38,7 @@ struct ForwardTiles {
     static constexpr int bias_at = values_at + stages * Key::bytes();
     static constexpr int bias_bytes = shares_bias ? 2 * N : biased ? Bias::bytes() : 0;
     static constexpr int bits_at = bias_at + stages * bias_bytes;
-    static constexpr int barriers_at = bits_at + (added ? AddedTile::bits_bytes : 0);
+    static constexpr int barriers_at = bits_at + (copied_by_threads ? AddedTile::bits_bytes : 0);
     static constexpr int sequence_at = barriers_at + 3 * Stages::bytes + 8;
     static constexpr int bytes = sequence_at + static_cast<int>(sizeof(AttentionSequence));
 
@@ -68,7 +68,7 @@ struct ForwardTiles {
 
 template <class Tiles>
 __device__ bool adds_tiles(const AttentionCall& call) {
-    return Tiles::added && (call.bias || call.mask);
+    return Tiles::copied_by_threads && (call.bias || call.mask);
 }
 
 template <class T, int columns, Between between>
@@ -102,7 +102,7 @@ struct ForwardProducer {
         int tile = 0;
         for (int at = b.keys.begin; at < b.keys.end; at += N, ++tile) {
             typename Tiles::AddedTile::Bits bits{};
-            if (Tiles::added && b.call.mask) bits = extra.load_bits(b.first, at, thread);
+            if (Tiles::copied_by_threads && b.call.mask) bits = extra.load_bits(b.first, at, thread);
             begin_stage<by_tma>(m.of_keys(), tile,
                                 Tiles::Key::bytes() + Tiles::bias_bytes + (tile == 0 ? Tiles::Query::bytes() : 0));
             const std::uint32_t full = m.of_keys().full(tile);
@@ -180,7 +180,7 @@ struct ForwardConsumer {
                 } else {
                     if (adds_tiles<Tiles>(b.call)) m.of_bias().wait(tile);
                     scores.take(m.bias(tile), m.bits(), at, x);
-                    if (Tiles::added && b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
+                    if (Tiles::copied_by_threads && b.call.mask) ptx::arrive_as_warp(m.bits_free(), lane);
                     if (adds_tiles<Tiles>(b.call)) m.of_bias().release(tile, lane);
                 }
                 if (mask.hides<N>(at)) mask.hide(x, at, lane);
@@ -254,7 +254,7 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
                 cudaStream_t stream) {
     using Tiles = ForwardTiles<T, columns, between>;
     OperandBoxes boxes;
-    if (columns <= 128 && !Tiles::added) boxes = OperandBoxes::of(call, sequences, {}, M, Tiles::N);
+    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(call, sequences, {}, M, Tiles::N);
     if (Tiles::alone) boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
     boxes.cut(call, sequences, {}, stream);
     const Blocks blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);

@@ -22,8 +22,8 @@ struct Shared {
     static_assert(stage_bytes <= least_shared_bytes);
 
     // Tiles of keys lie as in a record: read, erase, write; those of plain keys read, write.
-    __device__ static ChunkTiles<T, K, slab> tiles(std::uint32_t base, int c, int stages) {
-        const std::uint32_t stage = base + static_cast<std::uint32_t>(c % stages * stage_bytes);
+    __device__ static ChunkTiles<T, K, slab> tiles(std::uint32_t base, int c, int stages) {  // one or two
+        const std::uint32_t stage = base + static_cast<std::uint32_t>((c & (stages - 1)) * stage_bytes);
         constexpr int write = (key_tiles - 1) * Record::key_bytes, erase = key_tiles == 2 ? write : Record::key_bytes;
         return {{stage},
                 {stage + erase},

@@ -51,8 +51,10 @@ struct ColumnMemory {
     __device__ unsigned turn(int c) const { return static_cast<unsigned>(reverse ? chunks - 1 - c : c); }
     __device__ Ring<stages> turns() const { return {base + counters_at}; }
     __device__ std::uint32_t stage(int c) const {
-        const auto count = static_cast<unsigned>(warpgroups ? stages : stages_of_card);
-        return base + turn(c) % count * static_cast<unsigned>(stage_bytes);
+        // A card has one or two: no division, which every place in a tile would take.
+        const unsigned at =
+            warpgroups ? turn(c) % static_cast<unsigned>(stages) : turn(c) & static_cast<unsigned>(stages_of_card - 1);
+        return base + at * static_cast<unsigned>(stage_bytes);
     }
 
     // Rows of a chunk that was made, and whether there are any.
