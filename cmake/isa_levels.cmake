@@ -35,8 +35,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT APPLE AND NOT WIN32) # 
         softdelta_level(amxbf16 HEADER emulated/level.h SUPPORTED has_avx2 SHOWN avx2
             FLAGS -march=x86-64-v3 -Wno-psabi) # no other compiler is passed its vectors
     else()
-        softdelta_level(amxbf16 HEADER x86/amx.h SUPPORTED has_amxbf16 SHOWN amx_tile amx_bf16 avx512vbmi
-            FLAGS ${avx512} -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16)
+        softdelta_level(amxbf16 HEADER x86/amx.h SUPPORTED has_amxbf16 SHOWN amx_tile amx_bf16 avx512vbmi avx512ifma
+            FLAGS ${avx512} -mavx512bf16 -mavx512vbmi -mavx512ifma -mamx-tile -mamx-bf16)
     endif()
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64" AND NOT APPLE)
     softdelta_level(neon HEADER arm/neon.h SUPPORTED has_neon SHOWN asimd FLAGS -march=armv8-a)

@@ -58,14 +58,15 @@ constexpr bool has(std::uint32_t value, std::uint32_t mask) {
 
 constexpr int tile_data = 18;  // its bit among what an operating system saves
 
-// AMX-BF16, AMX-TILE, and the look-up of bytes that all their makers have (VBMI); configuration and data of tiles,
-// which Linux knows.
+// AMX-BF16, AMX-TILE, and what all their makers have: the look-up of bytes (VBMI), and IFMA, without which xsimd knows
+// none of it; configuration and data of tiles, which Linux knows.
 bool has_tiles([[maybe_unused]] const Registers& extended, [[maybe_unused]] std::uint32_t saved) {
 #if defined(__linux__)
     constexpr long which_there_are = 0x1021;  // ARCH_GET_XCOMP_SUPP of arch_prctl
     std::uint64_t there = 0;
-    return has(extended.edx, bits({22, 24})) && has(extended.ecx, bits({1})) && has(saved, bits({17, 18})) &&
-           syscall(SYS_arch_prctl, which_there_are, &there) == 0 && (there >> tile_data & 1) != 0;
+    return has(extended.edx, bits({22, 24})) && has(extended.ecx, bits({1})) && has(extended.ebx, bits({21})) &&
+           has(saved, bits({17, 18})) && syscall(SYS_arch_prctl, which_there_are, &there) == 0 &&
+           (there >> tile_data & 1) != 0;
 #else
     return false;
 #endif

@@ -7,8 +7,8 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
 // Floats as integers in the same order: a < b exactly when ordered(a) < ordered(b).
 SOFTDELTA_INLINE I ordered(F x) {
-    const I bits = bitwise_cast<I>(as_words(x));
-    return bits ^ bitwise_cast<I>(bitwise_cast<U>(bits >> 31) >> 1);
+    const I bits = bits_as<I>(as_words(x));
+    return bits ^ bits_as<I>(bits_as<U>(bits >> 31) >> 1);
 }
 
 inline Index count_at_least(const I* keys, Index vectors, std::int32_t bound) {

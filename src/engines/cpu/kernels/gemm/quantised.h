@@ -23,8 +23,8 @@ SOFTDELTA_INLINE F load_in_block(const std::uint8_t* block, Index in) {
 SOFTDELTA_INLINE F load_in_block(const core::f8* block, Index in) {
     const U bits = load_u8(&block->bits + in);
     const U size = bits & U(0x7fU), sign = (bits & U(0x80U)) << 24;
-    const F normal = as_floats((size << 20) + U(120U << 23)), tiny = to_floats(bitwise_cast<I>(size)) * splat(0x1p-9F);
-    const F number = select(to_floats(bitwise_cast<I>(size)) < splat(8.0F), tiny, normal);
+    const F normal = as_floats((size << 20) + U(120U << 23)), tiny = to_floats(bits_as<I>(size)) * splat(0x1p-9F);
+    const F number = select(to_floats(bits_as<I>(size)) < splat(8.0F), tiny, normal);
     const F nan = select(number == splat(480.0F), as_floats(U(0x7fc00000U)), number);  // 0x7f
     return as_floats(as_words(nan) | sign);
 }

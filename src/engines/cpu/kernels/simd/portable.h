@@ -29,13 +29,13 @@ SOFTDELTA_INLINE F round_to_nearest(F x) {
 SOFTDELTA_INLINE F scale_by_power_of_two(F p, F n) {
     const I whole = vectors::to_int(n);
     const I half = whole >> 1;
-    const auto power = [](I e) { return bitwise_cast<F>(bitwise_cast<U>((e + I(127)) << 23)); };
+    const auto power = [](I e) { return bits_as<F>(bits_as<U>((e + I(127)) << 23)); };
     return p * power(half) * power(whole - half);
 }
 
 // The lowest four bits of each word, less 8.
 SOFTDELTA_INLINE F halves_to_floats(U words) {
-    return to_floats(bitwise_cast<I>(words & U(15U)) - I(8));
+    return to_floats(bits_as<I>(words & U(15U)) - I(8));
 }
 
 SOFTDELTA_INLINE void store_u16(std::uint16_t* p, U x) {  // the lower halves of words

@@ -36,7 +36,6 @@ inline constexpr Index double_width = static_cast<Index>(D::size);
 using vectors::abs;
 using vectors::all;
 using vectors::any;
-using vectors::bitwise_cast;
 using vectors::max;  // the second operand when one is NaN
 using vectors::min;
 using vectors::select;
@@ -51,6 +50,16 @@ constexpr Index max(Index a, Index b) {
 }
 constexpr Index round_up(Index n, Index multiple) {
     return (n + multiple - 1) / multiple * multiple;
+}
+
+// The bits of x as another type of vector. xsimd after version 8 wants the type of its numbers.
+template <class To, class From>
+SOFTDELTA_INLINE To bits_as(From x) {
+#if XSIMD_VERSION_MAJOR > 8
+    return vectors::bitwise_cast<typename To::value_type>(x);
+#else
+    return vectors::bitwise_cast<To>(x);
+#endif
 }
 
 // Whole numbers as floats.

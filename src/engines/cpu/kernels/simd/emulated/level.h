@@ -11,10 +11,10 @@ inline constexpr int vector_registers = 32;
 inline constexpr bool fma_rounds_once = true;
 
 SOFTDELTA_INLINE U as_words(F x) {
-    return bitwise_cast<U>(x);
+    return bits_as<U>(x);
 }
 SOFTDELTA_INLINE F as_floats(U x) {
-    return bitwise_cast<F>(x);
+    return bits_as<F>(x);
 }
 
 SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
