@@ -207,6 +207,11 @@ struct ChannelTiles {
     __device__ void put_aside(int which, const BlockTokens& x) {
         unrolled<2>([&](int n) { aside(which, n) = {x[n][0], x[n][1], x[n][2], x[n][3]}; });
     }
+    // The first block's numbers stay, those of the second go aside, for registers are scarce.
+    __device__ void keep_first(int which, const BlockTokens (&of)[2], BlockTokens& first) {
+        put_aside(which, of[1]);
+        copy(of[0], first);
+    }
     __device__ void take_aside(int which, BlockTokens& x) {
         unrolled<2>([&](int n) {
             const float4 other = aside(which, n);

@@ -229,15 +229,10 @@ __device__ inline void unfold_channel(const ChunkGradients& of) {
         });
         wait_for_all();  // U, dO, dR, operands and the states were read
         if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
-        // Of the second block aside, for registers are scarce.
-        my.put_aside(0, L[1]);
-        my.put_aside(1, of_x[1]);
-        my.put_aside(2, of_E[1]);
-        my.put_aside(3, of_y[1]);
-        my.copy(L[0], l);
-        my.copy(of_x[0], x);
-        my.copy(of_E[0], E);
-        my.copy(of_y[0], y);
+        my.keep_first(0, L, l);
+        my.keep_first(1, of_x, x);
+        my.keep_first(2, of_E, E);
+        my.keep_first(3, of_y, y);
     }
     results.sum_spanning();
     ptx::wait_for_copies();
@@ -353,14 +348,10 @@ __global__ void __launch_bounds__(channel_threads, 1)
     wait_for_all();  // operands were read
     if (!apart) copy_keys(Layout::q);
     BlockTokens l, x, E, y;
-    my.put_aside(0, L[1]);
-    my.put_aside(1, of_x[1]);
-    my.put_aside(2, of_E[1]);
-    my.put_aside(3, of_y[1]);
-    my.copy(L[0], l);
-    my.copy(of_x[0], x);
-    my.copy(of_E[0], E);
-    my.copy(of_y[0], y);
+    my.keep_first(0, L, l);
+    my.keep_first(1, of_x, x);
+    my.keep_first(2, of_E, E);
+    my.keep_first(3, of_y, y);
     results.sum_spanning();
     ptx::wait_for_copies();
     wait_for_all();
