@@ -501,20 +501,6 @@ class Points {
     std::vector<Entry> entries_;
 };
 
-// Lines of at most 120 letters.
-void write_places(std::string& page, std::span<const Place> places) {
-    constexpr std::size_t most = 110;  // some letters have two bytes
-    std::size_t used = 25;
-    for (const Place& p : places) {
-        const std::string name = p.name;
-        if (name.ends_with(", as written")) continue;
-        page.append(used + name.size() > most ? "\n`" : " `").append(name).append("`,");
-        if (used + name.size() > most) used = 0;
-        used += name.size() + 4;
-    }
-    page += " results\nas they are written.\n";
-}
-
 }  // namespace
 
 std::span<const Entry> delta_points() {
@@ -528,18 +514,14 @@ std::span<const Entry> attention_points() {
 }
 
 std::string places_page() {
-    std::string page =
-        R"(Any number may be lost, doubled, halved, negative, scaled, unscaled, multiplied or divided by ln 2, β, the
+    return R"(Places are the intermediates of [math.md](math.md) and [stages.md](stages.md), and results as they are written.
+
+Any number may be lost, doubled, halved, negative, scaled, unscaled, multiplied or divided by ln 2, β, the
 group's size. Rows: of the row or head before or after, of two rows before, of the first head or sequence, stale, or lost (the first, the last,
 the tail, 48 to 63 of 64, the last of 16). Products and states: transposed, without diagonal, mask or a tile of keys,
 rounded to bf16. Exponents: left out, twice, base 2, over ln 2, a row off. Sums: one term only, begun anew, not rescaled, over heads in turn.
 Operands: β of 1 or σ(β), gates summed twice, q for k, l2norm.
-
-Places of delta rules:)";
-    write_places(page, delta_places);
-    page += "\nPlaces of attention:";
-    write_places(page, attention_places);
-    return page;
+)";
 }
 
 }  // namespace softdelta::diagnose
