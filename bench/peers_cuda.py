@@ -167,8 +167,8 @@ def wanted_shapes(only):
     return [shape for shape in SHAPES if only in (None, shape[0])]
 
 
-def compile_share(share, shares, only, packed):
-    """Compiles every shares-th form of each of fla's kernels, and times none."""
+def try_a_share(share, shares):
+    """From now on Triton tries every shares-th form of each kernel, and times none."""
     import triton.runtime.autotuner as tuner
     whole = tuner.Autotuner.__init__
 
@@ -182,6 +182,11 @@ def compile_share(share, shares, only, packed):
 
     tuner.Autotuner.__init__ = in_part
     type(tuner.driver.active).get_benchmarker = lambda self: once
+
+
+def compile_share(share, shares, only, packed):
+    """Compiles a share of fla's kernels."""
+    try_a_share(share, shares)
     shapes = [(rule, 32, 32, "") for rule in ("gdn", "kda") if only in (None, rule)] if packed else [
         (rule, H, HV, way) for rule, _, _, H, HV, way in wanted_shapes(only)]
     more = {"cu_seqlens": torch.tensor([0, 1024, 4096], device="cuda")} if packed else {}
