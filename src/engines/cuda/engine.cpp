@@ -46,6 +46,14 @@ std::string refuse_pools(const Inputs& in) {
     return reason;
 }
 
+// Heads are a grid's second dimension.
+std::string refuse_heads(const char* name, const core::Tensor& t) {
+    constexpr core::Index most = 65535;
+    if (t.shape[2] <= most) return "";
+    return std::string(name) + ": dimension 2 is " + std::to_string(t.shape[2]) + ", expected at most " +
+           std::to_string(most) + " on a GPU";
+}
+
 template <class Call>
 std::string refuse_delta(const Call& call) {
     constexpr core::Index most = 256;
@@ -53,6 +61,7 @@ std::string refuse_delta(const Call& call) {
     if (reason.empty()) reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
     if (reason.empty()) reason = refuse_pools(call.in);
+    if (reason.empty()) reason = refuse_heads("v", call.in.v);
     if (reason.empty() && call.in.q.shape[3] > most)
         reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
     const core::Rule& rule = call.options.rule;
@@ -140,6 +149,7 @@ std::string refuse_scores(const Call& call, core::Index most_channels) {
     std::string reason = refuse_card(call.in.q);
     if (reason.empty()) reason = refuse_f64(call.in);
     if (reason.empty()) reason = refuse_f64(call.out);
+    if (reason.empty()) reason = refuse_heads("q", call.in.q);
     if (reason.empty()) reason = refuse_attention(call.in, most_channels);
     return reason;
 }

@@ -382,6 +382,15 @@ class CallersMemory {
     std::size_t bytes_;
 };
 
+TEST_F(CudaAttention, MoreHeadsThanAGridHasAreRefused) {
+    constexpr std::int64_t H = 65536, D = 8;
+    std::vector<float> x(H * D), o(H * D, -1);
+    const auto rows = [&](std::vector<float>& data) { return Tensor(data.data(), DType::f32, {1, 1, H, D}); };
+    EXPECT_THROW(attention_forward({.q = rows(x), .k = rows(x), .v = rows(x)}, {.o = rows(o)}, {}, cuda()),
+                 Unsupported);
+    EXPECT_EQ(o[0], -1);
+}
+
 TEST_F(CudaAttention, WorksInTheCallersMemory) {
     const std::uint64_t first = first_seed();
     for (std::uint64_t seed = first; seed < first + static_cast<std::uint64_t>(call_count(20)); ++seed) {

@@ -355,6 +355,17 @@ TEST_F(CudaDelta, TensorsOfTheHostAreCopied) {
     }
 }
 
+TEST_F(CudaDelta, MoreHeadsThanAGridHasAreRefused) {
+    constexpr std::int64_t H = 65536, K = 8;
+    std::vector<float> x(H * K), o(H * K, -1);
+    const auto rows = [&](std::vector<float>& data) { return Tensor(data.data(), DType::f32, {1, 1, H, K}); };
+    DeltaOptions options;
+    options.rule = Rule::delta_rule;
+    EXPECT_THROW(delta_forward({.q = rows(x), .k = rows(x), .v = rows(x)}, {.o = rows(o)}, options, cuda()),
+                 Unsupported);
+    EXPECT_EQ(o[0], -1);
+}
+
 // A pool of states on the host, updated in place: entry 2 is nobody's.
 TEST_F(CudaDelta, StatesOfTheHostAreUpdatedInPlace) {
     constexpr std::int64_t N = 2, pool = 3, T = 5, H = 2, D = 16, state = H * D * D;

@@ -347,6 +347,7 @@ void stop(const char* wrong) {
 
 void run(dim3 blocks, int threads, std::size_t shared_bytes, bool is_hopper, const std::function<void()>& kernel) {
     if (shared_bytes > most_shared || threads % 32 != 0 || threads > 1024) std::abort();
+    if (blocks.y > 65535 || blocks.z > 65535) std::abort();
     Block& b = block();
     b.threads = threads;
     b.shared.reset(static_cast<std::byte*>(allocate(1024, shared_bytes)));
