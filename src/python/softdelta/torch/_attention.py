@@ -12,6 +12,7 @@ from ._route import expect_tensors
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = _options.CAUSAL.values()
 MINUS_INFINITY, PLUS_INFINITY, ZERO = _options.EMPTY_ROW.values()
+WHOLE = -1, -1  # the default window
 
 
 def scaled_dot_product_attention(
@@ -25,7 +26,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     bias: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = WHOLE,
     softcap: float = 0.0,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -79,7 +80,9 @@ def scaled_dot_product_attention(
     heads, key_heads = query.shape[at], key.shape[at]
     if heads != key_heads and not enable_gqa:
         raise ValueError(f"key has {key_heads} heads, expected {heads} as query, or enable_gqa=True")
-    inputs = AttentionInputs(query, key, value, mask=_to_rank_4(mask), bias=_to_rank_4(bias), sink=sink)
+    inputs = AttentionInputs(query, key, value)
+    if mask is not None or bias is not None or sink is not None:
+        inputs = inputs._replace(mask=_to_rank_4(mask), bias=_to_rank_4(bias), sink=sink)
     left, right = _window(window)
     options = AttentionOptions(scale=_options.number("scale", scale), causal=TOP_LEFT if is_causal else NONE,
                                window_left=left, window_right=right, softcap=_options.number("softcap", softcap),
@@ -115,7 +118,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -162,7 +165,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -215,7 +218,7 @@ def varlen_attn(
     *,
     return_aux=None,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = WHOLE,
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -305,6 +308,8 @@ def _expect_operands(q, k, v, names=("query", "key", "value")) -> None:
 
 
 def _window(window) -> tuple[int, int]:
+    if window is WHOLE:
+        return window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}, expected two whole numbers (left, right), -1 where there is no end")
     left, right = window

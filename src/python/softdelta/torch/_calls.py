@@ -141,7 +141,7 @@ def empty_gradients(inputs, names, wanted) -> list:
     return [torch.empty_like(getattr(inputs, n)) if w else None for n, w in zip(names, wanted)]
 
 
-def empty_attention(inputs: AttentionInputs, options: AttentionOptions):
+def empty_attention(inputs: AttentionInputs, options: AttentionOptions, keeps: bool = False):
     """What attention_forward writes: o [B, Lq, H, Dv] and lse [B, H, Lq], or None. With heads_first o is [B, H, Lq, Dv] in
     the memory layout of the other."""
     q, v = inputs.q, inputs.v
@@ -155,31 +155,27 @@ def empty_attention(inputs: AttentionInputs, options: AttentionOptions):
         size, dtype = v.shape[3], v.dtype
     if options.heads_first:
         batch, heads, rows, _ = q.shape
-        o = torch.empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=dtype,
-                                device=v.device)
+        o = v.new_empty_strided((batch, heads, rows, size), (rows * heads * size, size, heads * size, 1), dtype=dtype)
     else:
         batch, rows, heads, _ = q.shape
         o = torch.empty((batch, rows, heads, size), dtype=dtype, device=v.device)
     _options.warn_if_swapped("q", rows, heads, options.heads_first)
-    if not options.with_lse:
+    if not (options.with_lse or keeps):
         return o, None
     return o, torch.empty((batch, heads, rows), dtype=wide(q), device=q.device)
 
 
-def attention_forward(inputs: AttentionInputs, options: AttentionOptions):
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, keeps: bool = False):
     """o and lse, or None. With heads_first q, k, v and o are [B, H, L, D]."""
-    results = empty_attention(inputs, options)
+    results = empty_attention(inputs, options, keeps)
     _native.attention_forward(inputs, options, results, AUTOMATIC, threads(), False, options.heads_first)
     return results
 
 
 def attention_forward_keeping(inputs: AttentionInputs, options: AttentionOptions):
     """The same, and o and lse, which attention_backward takes."""
-    if options.with_lse:
-        results = attention_forward(inputs, options)
-        return results, results
-    o, lse = attention_forward(inputs, options._replace(with_lse=True))
-    return (o, None), (o, lse)
+    results = attention_forward(inputs, options, True)
+    return results if options.with_lse else (results[0], None), results
 
 
 def quantised_value_size(inputs: AttentionInputs) -> int:

@@ -26,16 +26,25 @@ class Flat:
         """Where inputs stand."""
         return tuple(self.inputs._fields.index(n) for n in names)
 
-    def wanted_of(self, needs) -> tuple:
-        """Of needs_input_grad, a flag for each input: those of `wanted`."""
-        return tuple(needs[i] for i in self._wanted_at)
+    @staticmethod
+    def given(inputs) -> tuple:
+        """Inputs without the absent ones at their end: autograd looks at each."""
+        end = len(inputs)
+        while end > 0 and inputs[end - 1] is None:
+            end -= 1
+        return inputs[:end]
 
-    def gradients(self, wanted: list) -> list:
-        """Gradients of `wanted` as one for each input."""
+    def wanted_of(self, needs) -> tuple:
+        """Of needs_input_grad, a flag for each input that is given: those of `wanted`."""
+        count = len(needs)
+        return tuple([i < count and needs[i] for i in self._wanted_at])
+
+    def gradients(self, wanted: list, count: int | None = None) -> list:
+        """Gradients of `wanted` as one for each of `count` inputs, all by default."""
         row = [None] * len(self.inputs._fields)
         for i, gradient in zip(self._wanted_at, wanted):
             row[i] = gradient
-        return row
+        return row[:count]
 
     # An op's arguments begin with its tensors, then its options, then what is its own.
 

@@ -20,7 +20,7 @@ def call(family: Family, inputs, options) -> tuple:
     if way == PLAIN:
         return family.forward(inputs, options)
     if way == GRADIENT:
-        return Call.apply(family, options, *inputs)
+        return Call.apply(family, options, *family.flat.given(inputs))
     if way == TRANSFORMED:
         return TransformedCall.apply(family, family.flat.options_of_op(options), *inputs)
     return family.op(inputs, options)
@@ -36,10 +36,11 @@ class Call(Function):
     @staticmethod
     def backward(ctx, *incoming):
         family, options, flat = ctx.family, ctx.options, ctx.family.flat
-        inputs, saved, _ = _apart(family, tensors := ctx.saved_tensors)
-        wanted = flat.wanted_of(ctx.needs_input_grad[2:])
-        way = route_back(tensors, *incoming)
-        if all(t is None for t in incoming):
+        needs, tensors = ctx.needs_input_grad[2:], ctx.saved_tensors
+        count = len(needs)
+        inputs, saved, wanted = flat.inputs(*tensors[:count]), tensors[count:], flat.wanted_of(needs)
+        way = route_back(tensors, incoming)
+        if incoming[0] is None and all(t is None for t in incoming):
             grads = [None] * len(wanted)
         elif way == PLAIN:
             grads = family.backward(inputs, options, saved, incoming, wanted)
@@ -49,7 +50,7 @@ class Call(Function):
             grads = family.gradient_op(inputs, options, saved[:family.saved], incoming, wanted)
         else:
             grads = Gradients.apply(family, options, wanted, *inputs, *saved[:family.saved], *incoming)
-        return None, None, *flat.gradients(grads)
+        return None, None, *flat.gradients(grads, count)
 
 
 def _save(ctx, family, options, tensors):

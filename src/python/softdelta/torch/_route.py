@@ -32,13 +32,13 @@ def route(tensors) -> int:
     return TRANSFORMED if _functorch_level() is not None or _forward_mode._current_level >= 0 else route_below(tensors)
 
 
-def route_back(tensors, *incoming) -> int:
+def route_back(tensors, incoming) -> int:
     """route of a backward pass. Gradients that come in batched (is_grads_batched) are batched as in the first vmap of
-    torch, which knows ops alone."""
+    torch, which knows ops alone. The forward pass looked at `tensors`: all of them matter where gradients are recorded."""
     for t in incoming:
         if not _knows_torch or t is not None and _is_batched(t):
             return TRACED
-    return route((*tensors, *incoming))
+    return route((*(tensors if _is_grad_enabled() else tensors[:1]), *incoming))
 
 
 def is_transformed() -> bool:
