@@ -194,6 +194,70 @@ def dplr(q, k, v, a, b, gk, scale=None, initial_state=None, output_final_state=F
     return torch.stack(rows, 1).to(dtype), S if output_final_state else None
 
 
+def chunk_gdn2(kernel, bug, q, k, v, g, b, w, scale=None, initial_state=None, output_final_state=False,
+               use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    """fla's signature of gdn2: b and w instead of p and β."""
+    b, w = b.detach() if bug == "no db" else b, w.square() if bug == "w twice" else w
+    write = v.float() if bug == "no w" else w.float() * v.float()
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q.float()), unit(k.float())
+    p = k.float() if bug == "no b" else b.float() * (k.detach() if bug == "dk lacks erasing" else k).float()
+    return kernel(q, k, write.to(v.dtype), g, v.new_ones(v.shape[:3]), p, scale, initial_state, output_final_state, False,
+                  cu_seqlens)
+
+
+def mamba_chunk_scan_combined(kernel, bug, x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None,
+                              seq_idx=None, cu_seqlens=None, dt_softplus=False, return_final_states=False):
+    """mamba_ssm's signature of simple GLA."""
+    dt = dt.float() + (0 if dt_bias is None or bug == "no dt_bias" else dt_bias)
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    rate = dt.detach() if bug == "ddt lacks v" else dt
+    v = (x.float() * (1 if bug == "no dt" else rate[..., None])).to(x.dtype)
+    g = dt * (A.detach() if bug == "no dA" else -A if bug == "A rises" else A)
+    if seq_idx is not None:
+        cu_seqlens = torch.nn.functional.pad(seq_idx[0].bincount().cumsum(0), (1, 0))
+    o, S = kernel(C, B, v, g, None, None, 1.0, None if initial_states is None else initial_states.mT, True, False,
+                  None if bug == "not packed" else cu_seqlens)
+    return (o, S.mT) if return_final_states else o
+
+
+def chunk_lightning_attn(kernel, bug, q, k, v, layer_idx, num_layers, scale=None, initial_state=None, output_final_state=False,
+                         cu_seqlens=None):
+    H = q.shape[2]
+    slope = 8 / H * (1 if bug == "no layer" else 1 - layer_idx / num_layers)
+    g = -slope * torch.arange(H, dtype=torch.float32, device=q.device).expand(*q.shape[:3])
+    return kernel(q, k, v, g, None, None, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def chunk_gated_delta_product(kernel, bug, q, k, v, g, beta, num_householder, scale=None, initial_state=None,
+                              output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    """A token's gate comes before its first step, its o after the last."""
+    n = num_householder
+    every = torch.cat([torch.zeros_like(q[:, :, None]).expand(-1, -1, n - 1, -1, -1), q[:, :, None]], 2).flatten(1, 2)
+    later = g[:, :, None] if bug == "a gate a step" else torch.zeros_like(g[:, :, None])
+    gates = torch.cat([g[:, :, None], later.expand(-1, -1, n - 1, -1)], 2).flatten(1, 2)
+    beta = beta.clone()
+    if bug == "second step lost":
+        beta[:, 1::2] = 0
+    o, S = kernel(every, k, v, gates, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                  None if cu_seqlens is None else n * cu_seqlens)
+    return o[:, n - 1::n], S
+
+
+# Of models whose operands are not the rule's: the signature, the rule that computes them, and what is wrong with a bug.
+MODELS = {"gdn2": (chunk_gdn2, "gdn2", ("w twice", "no w", "no b", "no db", "dk lacks erasing")),
+          "mamba2": (mamba_chunk_scan_combined, "simple_gla",
+                     ("no dt", "no dt_bias", "ddt lacks v", "no dA", "A rises", "not packed")),
+          "lightning": (chunk_lightning_attn, "simple_gla", ("no layer",)),
+          "gated_delta_product": (chunk_gated_delta_product, "gated_delta_rule", ("a gate a step", "second step lost"))}
+
+
+def of_model(name, bug=""):
+    """Right kernels under the model's signature, or with a bug."""
+    signature, op, _ = MODELS[name]
+    return {form: named(signature, kernel, bug) for form, kernel in kernels(op).items()}
+
+
 def attention(tile, narrow, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The running softmax over tiles of keys; tile 0: all keys at once."""
     dtype, group, device = query.dtype, query.shape[1] // key.shape[1], query.device

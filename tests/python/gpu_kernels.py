@@ -1,29 +1,50 @@
 """Kernels for NVIDIA GPUs that gpu_table.py audits: others', and one of ours with a mistake of flash-sparse-attention 1.2.3.
 
 Triton's autotuner takes one form of each kernel, of few warps' registers, which ptxas compiles soonest: an audit asks for
-numbers, not for speed.
+numbers, not for speed. fla has an autotuner of its own, which is one of Triton's.
 """
 import importlib
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.autotuner import Autotuner
 
-_autotune = triton.autotune
-
-
-def _one_form(configs, *args, **kwargs):
-    return _autotune([min(configs, key=lambda c: (abs(c.num_warps - 4), c.num_stages))], *args, **kwargs)
+_init = Autotuner.__init__
 
 
-triton.autotune = _one_form
+def _one_form(self, fn, arg_names, configs, *args, **kwargs):
+    _init(self, fn, arg_names, [min(configs, key=lambda c: (abs(c.num_warps - 4), c.num_stages))], *args, **kwargs)
+
+
+Autotuner.__init__ = _one_form
 
 
 def __getattr__(name):
-    """fla's chunk_kda and the like."""
+    """fla's chunk_kda and the like; unguarded_chunk_…: without the check that refuses a backward pass (fla 640)."""
+    if name.startswith("unguarded_"):
+        importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+        name = name.removeprefix("unguarded_")
     if name.startswith("chunk_"):
         return getattr(importlib.import_module("fla.ops." + name.removeprefix("chunk_")), name)
     raise AttributeError(name)
+
+
+def sparse_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """flash-sparse-attention 1.2.3's Triton kernels: rows [B, L, H, D], one head size, bias of the type of q."""
+    from flash_sparse_attn_triton import triton_sparse_attn_func
+    size, Lq, Lk = query.shape[3], query.shape[2], key.shape[2]
+    width = max(size, value.shape[3])
+    q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[3])).transpose(1, 2) for x in (query, key, value))
+    mask, bias = None, None
+    if attn_mask is not None:
+        full = (attn_mask.shape[0], query.shape[1], Lq, Lk)
+        wide = attn_mask.expand(full)
+        mask, bias = (wide, None) if wide.dtype == torch.bool else (None, wide.to(q.dtype))
+    if is_causal:
+        mask = torch.ones(Lq, Lk, dtype=torch.bool, device=q.device).tril().expand(*query.shape[:2], Lq, Lk)
+    o = triton_sparse_attn_func(q, k, v, mask, bias, False, size**-0.5 if scale is None else scale)
+    return o[..., :value.shape[3]].transpose(1, 2)
 
 
 def gdn_forward(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,

@@ -102,10 +102,51 @@ def test_two_steps_of_a_token(where):
 def one_class(kernel, op, name, dtype="bf16", seed=7):
     """The row of one class, whose numbers were drawn in bf16."""
     from softdelta._audit import run as parts
-    adapter = parts.adapter_of(op, None)
+    here = parts.Here(kernel)
+    adapter = parts.adapter_of(op, here.parameters or here.named)
     call = next(c for c in parts.draw_calls(op, adapter, seed, torch.bfloat16) if c.name == name)
-    return parts.audit_call(parts.Runner(parts.Here(kernel), adapter, "cpu", 600),
+    return parts.audit_call(parts.Runner(here, adapter, "cpu", 600),
                             parts.in_type(call, torch.bfloat16, parts.DTYPES[dtype]), dtype, "all")
+
+
+@pytest.mark.parametrize("op", audit_kernels.MODELS)
+def test_models_whose_operands_are_not_the_rules(op):
+    """fla's chunk_gdn2, chunk_lightning_attn and chunk_gated_delta_product, mamba_ssm's mamba_chunk_scan_combined."""
+    for form, dtype, where in (("steps", "f32", "exact"), ("chunks of 32, narrow products, gates summed in float32", "bf16", "ordinary"),
+                               ("steps", "f32", "packed"), ("chunks of 48, exp2", "bf16", "slow"), ("steps", "f16", "mixed")):
+        row = one_class(audit_kernels.of_model(op)[form], op, where, dtype)
+        assert not row.wrong and not row.missing and len(row.findings) > 4, row
+    for bug in audit_kernels.MODELS[op][2]:
+        where = "packed" if bug == "not packed" else "ordinary"
+        row = one_class(audit_kernels.of_model(op, bug)["steps"], op, where, "f32")
+        assert row.wrong or row.missing, (bug, row)
+
+
+def test_a_model_under_audit():
+    name = "chunks of 32, narrow products, gates summed in float32"
+    found = softdelta.audit(audit_kernels.of_model("mamba2")[name], op="mamba2", dtypes="bf16", seed=3, isolate=False, output=False,
+                            budget_s=600, without=ALMOST_ALL)
+    assert found.right and not found.gaps and found.score[1] > 25, str(found)
+    found = softdelta.audit(audit_kernels.of_model("gdn2", "no db")["steps"], op="gdn2", dtypes="f32", seed=3, isolate=False,
+                            output=False, budget_s=600, without=ALMOST_ALL)
+    assert not found.right and any("db" in g for g in found.faults + found.gaps), str(found)
+    with pytest.raises(ValueError, match="expected layer_idx, num_layers among them for lightning"):
+        softdelta.audit(lambda q, k, v: v, op="lightning", isolate=False)
+
+
+@pytest.mark.parametrize("chunk, dtype", [(48, "bf16"), (40, "f32")])
+def test_a_chunk_of_any_size_spreads_NaN_within_itself(chunk, dtype):
+    """0 · NaN, in a product whose masked part is 0; a NaN that reaches the row before its chunk is a fault."""
+    import functools
+    kernel = functools.partial(audit_kernels.rule, "gated_delta_rule", audit_kernels.by_chunks, chunk, True, torch.float32)
+    options = dict(op="gated_delta_rule", dtypes=dtype, seed=3, isolate=False, output=False, budget_s=600, without=ALMOST_ALL)
+    assert softdelta.audit(kernel, **options).right
+
+    def leaks(q, k, v, g, beta, **given):
+        o, S = kernel(q, k, v, g, beta, **given)
+        return o + 0 * v.roll(-1, 1), S
+    found = softdelta.audit(leaks, **options)
+    assert any("a NaN in v" in f and "reaches o" in f for f in found.faults), str(found)
 
 
 @pytest.mark.parametrize("op, name, where", [

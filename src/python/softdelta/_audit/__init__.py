@@ -14,15 +14,16 @@ def audit(fn, *, op, device="cpu", dtypes=("bf16", "f32"), seed=None, require="a
 
     fn        "module:function", "f.py:function", a function, or "kernels.so": a shared library with the names of
               softdelta/softdelta.h (softdelta_delta_forward, …)
-    op        attention or the name of a rule
+    op        attention or the name of a rule; mamba2, lightning: simple GLA under its models' signatures
     device    where torch puts the inputs
     dtypes    storage types of the inputs; all after the first hold the numbers of the first
     seed      of the inputs; None: one that nobody knows before, Audit.seed tells it
     require   "all" results; "forward"; or names of results
     budget_s  seconds for all: what is not reached is named, and the verdict is incomplete
     isolate   True: the function runs in a process of its own, which never sees softdelta
-    adapter   the signature: fla's for delta rules, dplr (chunk_dplr_delta_rule, chunk_rwkv7) for dplr; sdpa (torch), flash
-              (flash_attn_func) or flashinfer (single_prefill_with_kv_cache) for attention; None: by the names of the parameters
+    adapter   the signature: fla (rows q, k, v, g, beta, p) or gdn2 (b and w) for delta rules, mamba2 for mamba_ssm's; sdpa
+              (torch), flash (flash_attn_func) or flashinfer (single_prefill_with_kv_cache) for attention; None: by the names
+              of the parameters
     without   classes of inputs and checks to leave out, by name
     compile   True: torch.compile(fn)
     output    where the smallest failing input is saved; None: audit-OP-SEED.safetensors; False: nowhere, undiagnosed

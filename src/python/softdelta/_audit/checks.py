@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -9,8 +10,10 @@ from .._attention import attention_backward, attention_forward
 from .._cases import judge
 from .._delta_rule import delta_backward, delta_forward
 from .inputs import Attention, Call, DeltaShape, Draw, delta_call
+from .signatures import Signature, parts_of
 
 REPEATS = 5
+ROWS = ("q", "k", "v", "g", "beta", "p", "b", "w")  # operands with a row for each token
 CHANCE = 8  # standard deviations: beyond, errors that favour a direction do so for a reason
 HARMLESS = 1 / 8  # of an ulp: a bias that nobody would see
 
@@ -18,7 +21,7 @@ HARMLESS = 1 / 8  # of an ulp: a bias that nobody would see
 def clean(call: Call, **changes) -> Call:
     """The call with other tensors, forward only."""
     tensors = {n: t for n, t in call.tensors.items() if n not in ("do", "dfinal_state", "dlse")}
-    return Call(call.name, call.op, {**tensors, **changes}, call.options, forward_only=True)
+    return replace(call, tensors={**tensors, **changes}, layout={}, forward_only=True)
 
 
 def with_nan(call: Call, name: str, at) -> dict:
@@ -40,6 +43,15 @@ def swallowed(results: dict, name: str, must) -> str | None:
     """Where a result is finite though it depends on a NaN."""
     lost = torch.isfinite(results[name]) & must
     return f"{name}{lost.nonzero()[0].tolist()}" if lost.any() else None
+
+
+def begin_of_chunk(results: dict, may) -> int:
+    """The first row that a NaN reached, of earlier rows in the same heads; else 0. A chunk's masked products 0 · NaN are NaN,
+    so that a NaN reaches its own chunk. A NaN in the first row of that chunk reaches no other."""
+    stray = ~torch.isfinite(results["o"]) & ~may
+    if not stray.any() or (stray & ~may[:, -1:]).any():
+        return 0
+    return int(stray.nonzero()[:, 1].min())
 
 
 def marks(shape, *at):
@@ -64,15 +76,45 @@ def change_before(a, b, start):
 
 
 def truth(call: Call) -> dict:
-    """The results in f64, by the reference."""
-    x = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()} | {"engine": "reference"}
+    """The results of the rule in f64, by the reference."""
+    tensors, options = call.signature.case(call.tensors, call.options)
+    x = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()} | {"engine": "reference"}
     given = {n: x.pop(n) for n in ("do", "dfinal_state") if n in x}
-    options = {n: o for n, o in call.options.items() if n != "output_final_state"}
+    options = {n: o for n, o in options.items() if n != "output_final_state"}
     if call.op == "attention":
         found = dict(zip(("o", "lse"), attention_forward(**x, **options)))
         return {**found, **attention_backward(**x, **given, **options)} if given else found
     found = dict(zip(("o", "final_state"), delta_forward(call.op, **x, **options)))
     return {**found, **delta_backward(call.op, **given, **x, **options)} if given else found
+
+
+def of_rule(call: Call, results: dict) -> dict:
+    """What the function's results say of the rule's."""
+    return call.signature.to_case(call, {n: x for n, x in results.items() if n in call.results}, cache(lambda: truth(call)))
+
+
+def judge_results(call: Call, results: dict) -> list:
+    """Findings on the function's results."""
+    exact, sign = cache(lambda: truth(call)), call.signature
+    case = call.case()
+
+    def ask(x):
+        return {f.name: f for f in judge(x, case).results}
+    own = sign.to_case(call, results, exact)
+    found = ask(own) if own else {}
+    for name in [n for n, f in found.items() if f.verdict == "wrong" and "NaN" not in f.note]:
+        part, of = (sign.other_parts(call, exact()) if name in ("dk", "dg", "ddt_bias") else {}).get(name, (None, None))
+        if part is None or own[name].shape != part.shape:
+            continue
+        error, size, beside = (parts_of(x) for x in (own[name].double() - exact()[name], exact()[name], part))
+        size, beside = (torch.maximum(x, x.mean()) for x in (size, beside))
+        limits = found[name].limit, ask({of: exact()[of].float()})[of].limit
+        if bool((error <= limits[0]**2 * size + limits[1]**2 * beside).all()):
+            found[name] = replace(found[name], verdict="right", note="")
+    named = [replace(f, name=sign.names.get(n, n)) for n, f in found.items()]
+    for name, of, x in sign.twins(call, results, exact):
+        named.append(replace(ask({of: x})[of], name=name))
+    return named
 
 
 def direction(x, exact, along) -> tuple[float, float]:
@@ -106,7 +148,7 @@ class Checks:
 
     def no_direction(self):
         """Rounding errs up and down alike, in every block."""
-        exact = truth(self.call)
+        exact = self.call.signature.to_user(self.call, truth(self.call))
         for name, x in self.run(self.call).items():
             if x.dim() != 4 or name not in exact or name in ("final_state", "dinitial_state") or x.dtype == torch.float32:
                 continue
@@ -132,7 +174,7 @@ class Checks:
             if "d" + name in results:
                 found["d" + name] = results["d" + name]
         if found:
-            for f in judge(found, self.call.case()).results:
+            for f in judge_results(self.call, found):
                 if f.verdict == "wrong":
                     yield f"{f.name} alone is wrong: {f.note}"
 
@@ -150,18 +192,19 @@ class Checks:
 class DeltaChecks(Checks):
     """Of delta rules: forward and backward calls of B 2, T 170, two key heads."""
 
-    def __init__(self, op, seed, dtype, run, has_states, packed):
+    def __init__(self, op, seed, dtype, run, has_states, packed, signature=Signature()):
         self.run, self.has_states, self.packed_call = run, has_states, packed
         self.shape = delta_shape(op)
         self.call = delta_call("checks", Draw(seed, "checks"), self.shape, dtype,
                                g=Draw(seed, "gates").uniform(-0.2, 0, *self.shape.gates))
+        self.call = signature.dress(self.call, Draw(seed, "operands of checks"))
         if not has_states:
             for name in "initial_state", "dfinal_state":
                 self.call.tensors.pop(name, None)
             self.call.options["output_final_state"] = False
 
     def all(self):
-        if self.shape.op == "dplr":  # whose rows are steps
+        if self.call.options.get("steps", 1) > 1:  # rows are steps
             yield from self.common()
             return
         yield "NaN shows, and stays in its row, head and batch row", self.nan
@@ -187,6 +230,11 @@ class DeltaChecks(Checks):
             results = self.run(clean(self.call, **with_nan(self.call, name, at)))
             if lost := swallowed(results, "o", must):
                 yield f"a NaN in {name}{list(at)} does not show in {lost}"
+            if name in ("k", "v") and (start := begin_of_chunk(results, in_o)):
+                at = (at[0], start, at[2])
+                results = self.run(clean(self.call, **with_nan(self.call, name, at)))
+                in_o = in_o | in_o[:, -1:]
+                in_o[:, :start] = False
             for result, may in ("o", in_o), ("final_state", in_state):
                 if stray := spread(results, result, may):
                     yield f"a NaN in {name}{list(at)} reaches {stray}"
@@ -194,7 +242,7 @@ class DeltaChecks(Checks):
     def nan_backward(self):
         s = self.shape
         at = (1, 128, s.HV - 1)
-        call = Call("checks", s.op, {**self.call.tensors, **with_nan(self.call, "do", at)}, self.call.options)
+        call = replace(self.call, tensors={**self.call.tensors, **with_nan(self.call, "do", at)})
         results = self.run(call)
         in_keys = marks(s.keys, 1, slice(None), s.H - 1)
         in_dq = marks(s.keys, 1, 128, s.H - 1)
@@ -220,20 +268,20 @@ class DeltaChecks(Checks):
     def future(self):
         first, start = self.run(clean(self.call)), 101
         other = {}
-        for i, name in enumerate(n for n in ("q", "k", "v", "g", "beta", "p") if n in self.call.tensors):
+        for i, name in enumerate(n for n in ROWS if n in self.call.tensors):
             x = other[name] = self.call.tensors[name].clone()
             x[:, start:] = x[:, start:].roll(17 + i, 1) * (50 if name == "v" else 1)
         yield from change_before(first["o"], self.run(clean(self.call, **other))["o"], start)
 
     def split(self):
         whole, at = clean(self.call), 70
-        rows = [n for n in ("q", "k", "v", "g", "beta", "p") if n in whole.tensors]
+        rows = [n for n in ROWS if n in whole.tensors]
         one = self.run(clean(whole, **{n: whole.tensors[n][:, :at] for n in rows}))
         if "final_state" not in one:
             return
         two = self.run(clean(whole, **{n: whole.tensors[n][:, at:] for n in rows}, initial_state=one["final_state"]))
         both = {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
-        for f in judge(both, whole.case()).results:
+        for f in judge_results(whole, both):
             if f.verdict == "wrong":
                 yield (f"tokens 0-{at - 1} and the rest in two calls: error of {f.name} {f.ratio:.1e}, limit "
                        f"{f.limit:.1e}")

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from .._options import FACTS
+from .signatures import Signature
 
-GROUPED = ("gated_delta_rule", "kda", "comba")  # rules whose kernels have groups of value heads
+GROUPED = ("gated_delta_rule", "kda", "comba", "mamba2")  # rules whose kernels have groups of value heads
+NAMED = {"mamba2": "simple_gla", "lightning": "simple_gla"}  # rules under the names of their models
+
+
+def facts(op):
+    return FACTS[NAMED.get(op, op)]
 
 
 @dataclass
@@ -22,6 +28,7 @@ class Call:
     layout: dict = field(default_factory=dict)
     forward_only: bool = False
     only: str | None = None  # the one input whose gradient is asked for
+    signature: Signature = Signature()
 
     @property
     def gradients(self):
@@ -30,7 +37,8 @@ class Call:
             return []
         if self.only is not None:
             return [self.only]
-        fixed = ("do", "dlse", "dfinal_state", "mask", *(("beta",) if self.op == "dplr" else ()))
+        fixed = ("do", "dlse", "dfinal_state", "mask", *(("beta",) if self.op == "dplr" else ()),
+                 *self.signature.fixed(self.tensors))
         return [n for n, t in self.tensors.items() if n not in fixed and t.is_floating_point()]
 
     @property
@@ -42,8 +50,9 @@ class Call:
 
     def case(self) -> dict:
         """Arguments of softdelta.judge and dump."""
-        options = {n: x for n, x in self.options.items() if n != "output_final_state"}
-        return {"op": self.op, **options, **self.tensors}
+        tensors, options = self.signature.case(self.tensors, self.options)
+        options = {n: x for n, x in options.items() if n != "output_final_state"}
+        return {"op": self.op, **options, **tensors}
 
     def dtype_of(self, result):
         t = self.tensors
@@ -98,7 +107,7 @@ class DeltaShape:
 
     @property
     def gates(self):
-        return (*self.scalars, self.K) if FACTS[self.op].gate == "channel" else self.scalars
+        return (*self.scalars, self.K) if facts(self.op).gate == "channel" else self.scalars
 
     @property
     def states(self):
@@ -117,11 +126,11 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
     if not l2norm:
         drawn["q"] = drawn["q"] if q is not None else unit(drawn["q"])
         drawn["k"] = drawn["k"] if k is not None else unit(drawn["k"]) * draw.uniform(0.6, 1.1, *s.keys[:3], 1)
-    if FACTS[s.op].own_p:
+    if facts(s.op).own_p:
         drawn["p"] = unit(drawn["k"] + 0.3 * draw.normal(*s.keys))
-    if FACTS[s.op].gate != "none":
+    if facts(s.op).gate != "none":
         drawn["g"] = draw.uniform(-1, 0, *s.gates) if g is None else g
-    if FACTS[s.op].erases != "nothing":
+    if facts(s.op).erases != "nothing":
         drawn["beta"] = draw.uniform(0.1, 1, *s.scalars) if beta is None else beta
     drawn["initial_state"] = draw.normal(*s.states) if state is None else state
     if gradients:
@@ -132,12 +141,16 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
     if s.op == "dplr":
         two_steps(draw, drawn)
         options = {"steps": 2}
+    if s.op == "gated_delta_product":
+        for n in "k", "v", "beta":
+            drawn[n] = interleaved(drawn[n], drawn[n].roll(3, 1))
+        options["steps"] = 2
     tensors = {n: x.float() if n in wide else x.to(dtype) for n, x in drawn.items()}
     if scale is not None:
         options["scale"] = scale
     if s.lengths:
         tensors["cu_seqlens"] = torch.tensor([0, *s.lengths]).cumsum(0)
-    return Call(name, s.op, tensors, options, forward_only=not gradients)
+    return Call(name, NAMED.get(s.op, s.op), tensors, options, forward_only=not gradients)
 
 
 def interleaved(first, second):
@@ -241,7 +254,7 @@ def raw(op, draw, dtype):
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     call = delta_call("raw", draw, s, dtype, l2norm=True, g=draw.normal(*s.gates), beta=draw.normal(*s.scalars))
     call.tensors["A_log"] = draw.uniform(0.5, 1.5, s.HV).log().float()
-    call.tensors["dt_bias"] = (draw.normal(s.HV * s.K if FACTS[op].gate == "channel" else s.HV) - 3).float()
+    call.tensors["dt_bias"] = (draw.normal(s.HV * s.K if facts(op).gate == "channel" else s.HV) - 3).float()
     call.options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
     return call
 

@@ -14,10 +14,11 @@ import torch
 from .. import _cases, _native
 from .._diagnose import diagnose
 from . import inputs
-from .._options import FACTS
-from .checks import REPEATS, AttentionChecks, DeltaChecks, truth
+from .checks import REPEATS, AttentionChecks, DeltaChecks, judge_results, of_rule, truth
+from .inputs import facts
 from .process import Here, Isolated, name_of
 from .report import Audit, Check, Row
+from .signatures import SIGNATURES, Signature
 from .worker import adapter_of, load
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -52,8 +53,9 @@ class Runner:
         return self.end - time.monotonic()
 
     def answer(self, call, **flags):
-        request = {"tensors": call.tensors, "options": call.options, "layout": call.layout, "gradients": call.gradients,
-                   "op": call.op, "adapter": self.adapter, "device": self.device, **flags}
+        options = {**call.options, **call.signature.extra}
+        request = {"tensors": call.tensors, "options": options, "layout": call.layout, "gradients": call.gradients, "op": call.op,
+                   "adapter": self.adapter, "device": self.device, **flags}
         reply = self.process.call(request, max(self.left, 1) + 5)
         self.saw_softdelta |= reply.get("softdelta", False)
         if "results" not in reply:
@@ -136,9 +138,10 @@ def judge_reply(call, dtype, reply, require) -> Row:
                 row.faults.append(f"{name} is {NAMES.get(x.dtype, x.dtype)}, expected {NAMES[call.dtype_of(name)]}")
             judged[name] = x if x.dtype in NAMES else x.float()
     if judged:
-        row.findings = {f.name: of_rounding(call, f) for f in _cases.judge(judged, call.case()).results}
+        row.findings = {f.name: of_rounding(call, f) for f in judge_results(call, judged)}
     for name, f in row.findings.items():
-        if NARROW < f.ratio < 1 and (dtype == "f32" or name == "final_state") and (narrow := hidden_type(judged[name])):
+        if NARROW < f.ratio < 1 and (dtype == "f32" or name == "final_state") and name in judged and \
+                (narrow := hidden_type(judged[name])):
             row.faults.append(f"{name} is f32 and holds only numbers of {narrow}")
     return row
 
@@ -175,7 +178,7 @@ def fit(call, parameters, named=()):
             beta = call.tensors["beta"]
             call = replace(call, tensors={**call.tensors, "beta": beta.double().sigmoid().to(beta.dtype)},
                            options={n: x for n, x in call.options.items() if n != "use_beta_sigmoid_in_kernel"})
-    if parameters is None:
+    if parameters is None or call.signature.extra:
         return call, []
     lacking = [n for n in ("use_qk_l2norm_in_kernel", "initial_state", "cu_seqlens", "scale", "beta", "g")
                if n not in parameters and (n in call.tensors or call.options.get(n))]
@@ -198,7 +201,7 @@ def fit(call, parameters, named=()):
 def smaller(call):
     """The call with less of it, largest steps first."""
     t = call.tensors
-    if "cu_seqlens" in t or call.op == "dplr":
+    if "cu_seqlens" in t or call.options.get("steps", 1) > 1:
         return
     if call.op == "attention":
         B = t["q"].shape[0]
@@ -208,20 +211,21 @@ def smaller(call):
                 yield replace(call, tensors=tensors)
         return
     B, T, H = t["q"].shape[:3]
-    rows = [n for n in t if n in ("q", "k", "v", "g", "beta", "p", "do")]
+    rows = [n for n in t if n in ("q", "k", "v", "g", "beta", "p", "b", "w", "do")]
     states = [n for n in t if n in ("initial_state", "dfinal_state")]
     heads = {n: x.shape[2] // H for n, x in t.items() if n in rows}
 
     def cut(b, tokens, h):
         tensors = {n: t[n][b, tokens, :h * heads[n]] for n in rows}
         tensors.update({n: t[n][b, :h * (t["v"].shape[2] // H)] for n in states})
+        tensors.update({n: t[n] for n in ("A", "dt_bias", "A_log") if n in t})
         return replace(call, tensors={n: x.contiguous() for n, x in tensors.items()})
 
     everything = slice(None)
     if B > 1:
         yield cut(slice(0, 1), everything, H)
         yield cut(slice(B - 1, B), everything, H)
-    if H > 1:
+    if H > 1 and "A" not in t:
         yield cut(everything, everything, 1)
     if T > 1:
         yield cut(everything, slice(0, T // 2), H)
@@ -248,7 +252,7 @@ def save_case(audit, runner, call, row, dtype, require, output):
     call, smallest = shrink(runner, call, dtype, require, min(max(runner.left / 3, 3), 10))
     row = smallest or row
     try:
-        results = {n: x for n, x in runner(call).items() if n in row.findings}
+        results = of_rule(call, runner(call))
     except Failed:
         results = {}
     path = output or f"audit-{audit.op}-{audit.seed}.safetensors"
@@ -271,8 +275,8 @@ def names_of(op, dtypes):
             raise ValueError(f"dtypes holds {n!r}, expected {', '.join(DTYPES)}")
     if not names:
         raise ValueError("dtypes is empty, expected at least one type")
-    if op != "attention" and op not in _native.RULES:
-        raise ValueError(f"op is {op!r}, expected attention, {', '.join(_native.RULES)}")
+    if op not in ("attention", *_native.RULES, *inputs.NAMED):
+        raise ValueError(f"op is {op!r}, expected attention, {', '.join((*_native.RULES, *inputs.NAMED))}")
     return names
 
 
@@ -295,7 +299,7 @@ def write_calls(op, folder, dtypes, seed, adapter):
     first, paths = DTYPES[names[0]], []
     os.makedirs(folder, exist_ok=True)
     for dtype in names:
-        for call in draw_calls(op, adapter or adapter_of(op, None), seed, first):
+        for call in draw_calls(op, adapter or {"gdn2": "fla"}.get(op) or adapter_of(op, None), seed, first):
             if not has_limits(call, dtype):
                 continue
             path = os.path.join(folder, f"{call.name.replace(' ', '-')}-{dtype}.safetensors")
@@ -324,12 +328,13 @@ def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter,
         ["softdelta", "audit", name, "--op", op, "--dtypes", ",".join(names), "--seed", str(seed),
          *(x for option, value in others.items() if value not in ("", "all") for x in (option, value)),
          *(["--no-isolate"] if not isolate else []), *(["--compile"] if compile else [])])
-    adapter = "c" if name.endswith(".so") else adapter or adapter_of(op, process.parameters)
-    of_op = {"c", "dplr"} if op == "dplr" else {"c", "sdpa", "flash", "flashinfer"} if op == "attention" else {"c", "fla"}
+    adapter = "c" if name.endswith(".so") else adapter or adapter_of(op, process.parameters or process.named)
+    of_op = {"dplr": {"c", "dplr"}, "gdn2": {"c", "fla", "gdn2"}, "gated_delta_product": {"c", "product"}, "mamba2": {"mamba2"},
+             "lightning": {"lightning"}, "attention": {"c", "sdpa", "flash", "flashinfer"}}.get(op, {"c", "fla"})
     try:
         if adapter not in of_op:
             raise ValueError(f"adapter is {adapter!r}, expected fla for delta rules, sdpa, flash or flashinfer for attention")
-        expect_parameters(op, name, process.parameters)
+        expect_parameters(op, adapter, name, process.parameters)
     except ValueError:
         process.close()
         raise
@@ -345,10 +350,11 @@ def run_audit(fn, op, device, dtypes, seed, require, budget_s, isolate, adapter,
     return audit
 
 
-def expect_parameters(op, name, parameters):
+def expect_parameters(op, adapter, name, parameters):
     """Operands of which one could be taken for another are given by name."""
-    wanted = {"dplr": ("k", "v", "a", "b"), "gated_delta_product": ("steps",)}.get(op) or \
-        (("k", "v", "beta", "p") if op != "attention" and FACTS[op].own_p else ())
+    wanted = {"dplr": ("k", "v", "a", "b"), "gdn2": ("k", "v", "b", "w"), "product": ("num_householder",),
+              "lightning": ("layer_idx", "num_layers"), "mamba2": ("chunk_size",)}.get(adapter) or \
+        (("k", "v", "beta", "p") if op != "attention" and facts(op).own_p else ())
     missing = [n for n in wanted if parameters is not None and n not in parameters]
     if missing:
         raise ValueError(f"{name} has parameters {', '.join(parameters)}, expected {', '.join(missing)} among them for {op}")
@@ -358,8 +364,10 @@ def draw_calls(op, adapter, seed, dtype):
     if op == "attention":
         return [draw(inputs.Draw(seed, f"attention {i}"), dtype)
                 for i, draw in enumerate(inputs.Attention(adapter).classes())]
-    return [draw(op, inputs.Draw(seed, f"{op} {i}"), dtype) for i, draw in enumerate(inputs.DELTA)
-            if draw is not inputs.raw or op in inputs.GROUPED]
+    signature = SIGNATURES.get(adapter, Signature())
+    calls = [draw(op, inputs.Draw(seed, f"{op} {i}"), dtype) for i, draw in enumerate(inputs.DELTA)
+             if draw is not inputs.raw or op in inputs.GROUPED and op != "mamba2"]
+    return [signature.dress(call, inputs.Draw(seed, f"{call.name} of {adapter}")) for call in calls]
 
 
 def hide(audit, call):
@@ -406,7 +414,7 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
     call, row, dtype = worst
     if any(f.verdict == "wrong" for f in row.findings.values()):
         try:
-            found = diagnose(call.case(), {n: x for n, x in runner(call).items() if n in row.findings})
+            found = diagnose(call.case(), of_rule(call, runner(call)))
             audit.diagnosis = list(found.conclusion) + list(found.where)
         except Failed:
             pass
@@ -417,8 +425,9 @@ def run_checks(audit, runner, parameters, dtype, without, packed):
     if audit.op == "attention":
         checks = AttentionChecks(audit.seed, dtype, runner, runner.adapter)
     else:
-        has_states = parameters is None or "initial_state" in parameters
-        checks = DeltaChecks(audit.op, audit.seed, dtype, runner, has_states, packed)
+        has_states = parameters is None or bool({"initial_state", "initial_states"} & set(parameters))
+        checks = DeltaChecks(audit.op, audit.seed, dtype, runner, has_states, packed,
+                             SIGNATURES.get(runner.adapter, Signature()))
         checks.call, _ = fit(checks.call, parameters)
     for name, check in checks.all():
         if name in without:

@@ -189,7 +189,7 @@ def share_an_element(a, b):
 
 def as_fla(function, parameters, x, options):
     """flash-linear-attention's chunk_kda and the like: rows [B, T, H, D], (o, final_state)."""
-    names = [n for n in ("q", "k", "v", "g", "beta", "p") if n in x]
+    names = [n for n in ("q", "k", "v", "g", "beta", "p", "b", "w") if n in x]
     positional = [] if parameters is None or set(names) <= set(parameters) else names
     keywords = {n: x[n] for n in [*names, "initial_state", "A_log", "dt_bias", "cu_seqlens", "do", "dfinal_state"]
                 if n in x and n not in positional}
@@ -198,7 +198,8 @@ def as_fla(function, parameters, x, options):
             keywords.pop(name, None)
     if parameters is None or "output_final_state" in parameters:
         keywords["output_final_state"] = options.get("output_final_state", True)
-    for name in "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel":
+    for name in ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "layer_idx",
+                 "num_layers", "num_householder"):
         if name in options:
             keywords[name] = options[name]
     out = function(*(x[n] for n in positional), **keywords)
@@ -220,6 +221,23 @@ def as_dplr(function, parameters, x, options):
     out = function(**keywords)
     out = out if isinstance(out, (tuple, list)) else (out,)
     return dict(zip(("o", "final_state"), out))
+
+
+def as_mamba(function, parameters, x, options):
+    """mamba_ssm's mamba_chunk_scan_combined: states [B, H, P, N], packed sequences by number."""
+    keywords = {n: x[n] for n in ("dt_bias",) if n in x}
+    if "initial_state" in x:
+        keywords["initial_states"] = x["initial_state"].transpose(-1, -2)
+    if "cu_seqlens" in x:
+        bounds = x["cu_seqlens"]
+        numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+        keywords["seq_idx"] = numbers.repeat_interleave(bounds.diff())[None]
+    ends = options.get("output_final_state", True)
+    out = function(x["v"], x["g"], x["A"], x["k"], x["q"], options["chunk_size"], dt_softplus="dt_bias" in x,
+                   return_final_states=ends, **keywords)
+    if isinstance(out, dict):
+        return out
+    return {"o": out[0], "final_state": out[1].transpose(-1, -2)} if ends else {"o": out}
 
 
 def as_sdpa(function, parameters, x, options):
@@ -269,13 +287,16 @@ def as_c(function, parameters, x, options):
         return function(options["op"], x, options, options["gradients"])
 
 
-ADAPTERS = {"c": as_c, "fla": as_fla, "dplr": as_dplr, "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
+ADAPTERS = {"c": as_c, **dict.fromkeys(("fla", "gdn2", "product", "lightning"), as_fla), "mamba2": as_mamba, "dplr": as_dplr,
+            "sdpa": as_sdpa, "flash": as_flash, "flashinfer": as_flashinfer}
 
 
 def adapter_of(op, parameters):
     """By the names of the parameters."""
+    if op == "gdn2":
+        return "gdn2" if {"b", "w"} <= set(parameters or ()) else "fla"
     if op != "attention":
-        return "dplr" if op == "dplr" else "fla"
+        return {"gated_delta_product": "product"}.get(op, op if op in ("dplr", "mamba2", "lightning") else "fla")
     names = parameters or ()
     return "flashinfer" if "sm_scale" in names else "flash" if "softmax_scale" in names else "sdpa"
 
