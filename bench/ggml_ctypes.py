@@ -5,7 +5,8 @@ import os
 
 import torch
 
-F32, F16 = 0, 1
+F32, F16, I32 = 0, 1, 26
+TYPES = {torch.float32: F32, torch.float16: F16, torch.int32: I32}
 
 
 class InitParams(ctypes.Structure):
@@ -29,6 +30,8 @@ class Ggml:
                 (self.base, "ggml_new_tensor_4d", pointer, [pointer, ctypes.c_int] + [ctypes.c_int64] * 4),
                 (self.base, "ggml_flash_attn_ext", pointer, [pointer] * 5 + [f32] * 3),
                 (self.base, "ggml_gated_delta_net", pointer, [pointer] * 7 + [ctypes.c_int64]),
+                (self.base, "ggml_ssm_scan", pointer, [pointer] * 8 + [ctypes.c_int64]),
+                (self.base, "ggml_rwkv_wkv7", pointer, [pointer] * 8),
                 (self.base, "ggml_new_graph", pointer, [pointer]),
                 (self.base, "ggml_build_forward_expand", None, [pointer, pointer]),
                 (self.base, "ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
@@ -51,7 +54,10 @@ class Ggml:
     def tensor(self, context, x):
         """A tensor of x's sizes, innermost first."""
         sizes = list(reversed(x.shape)) + [1] * (4 - x.dim())
-        return self.base.ggml_new_tensor_4d(context, F16 if x.dtype == torch.float16 else F32, *sizes)
+        return self.base.ggml_new_tensor_4d(context, TYPES[x.dtype], *sizes)
+
+    def tensors(self, context, *operands):
+        return [(self.tensor(context, x), x) for x in operands]
 
     def prepare(self, context, result, operands):
         graph = self.base.ggml_new_graph(context)
@@ -83,7 +89,19 @@ class Ggml:
             state = q.new_zeros(1, v.shape[2], q.shape[-1], q.shape[-1])
         g = g if g.dim() == 4 else g[..., None]
         context = self.context()
-        operands = [(self.tensor(context, x), x) for x in (q, k, v, g, beta[..., None],
-                                                            state.transpose(2, 3).contiguous())]
+        operands = self.tensors(context, q, k, v, g, beta[..., None], state.transpose(2, 3).contiguous())
         result = self.base.ggml_gated_delta_net(context, *(t for t, _ in operands), 1)
         return self.prepare(context, result, operands)
+
+    def ssm_scan(self, x, dt, A, B, C):
+        """Mamba-2 from a state of 0: x [1, T, H, P], dt [1, T, H] before its softplus, A [H], B, C [1, T, G, N]."""
+        context = self.context()
+        state = x.new_zeros(1, x.shape[2], x.shape[3], B.shape[3])
+        operands = self.tensors(context, state, x, dt, A[:, None], B, C, torch.zeros(1, dtype=torch.int32))
+        return self.prepare(context, self.base.ggml_ssm_scan(context, *(t for t, _ in operands), 1), operands)
+
+    def rwkv_wkv7(self, r, w, k, v, a, b):
+        """RWKV-7 from a state of 0: all [1, T, H, D], w the factor of decay."""
+        context, (H, D) = self.context(), r.shape[2:]
+        operands = self.tensors(context, *(x[0] for x in (r, w, k, v, a, b)), r.new_zeros(1, H * D * D))
+        return self.prepare(context, self.base.ggml_rwkv_wkv7(context, *(t for t, _ in operands)), operands)

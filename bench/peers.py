@@ -22,6 +22,7 @@ import torch
 
 import peers_attention
 import peers_delta
+import peers_family
 from ggml_ctypes import Ggml
 from peers_row import Machine, alternate, failure_of, measure
 from softdelta_ctypes import Library
@@ -87,7 +88,7 @@ def check_runtime():
 
 def chosen(machine, only):
     """The rows whose name contains one of `only`."""
-    for row in [*peers_attention.rows(machine), *peers_delta.rows(machine)]:
+    for row in [*peers_attention.rows(machine), *peers_delta.rows(machine), *peers_family.rows(machine)]:
         if not only or any(part in row.name for part in only):
             yield row
 
