@@ -49,7 +49,7 @@ CONFIGURATIONS = {
     "nemotron_h": dict(
         vocab_size=VOCABULARY, hidden_size=512, layers_block_type=["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"],
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=1024, mamba_num_heads=16,
-        mamba_head_dim=64, ssm_state_size=128, n_groups=8, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        mamba_head_dim=64, ssm_state_size=128, n_groups=1, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "granitemoehybrid": dict(
         vocab_size=VOCABULARY, hidden_size=512, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=512,
