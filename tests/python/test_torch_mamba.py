@@ -50,6 +50,62 @@ def same(got, want, call, **close):
         torch.testing.assert_close(a, b, **close)
 
 
+def ssd_of_chunks(X, A, B, C, size):
+    """Listing 1 of Dao and Gu 2024, ssd_minimal_discrete of mamba_ssm: X is dt·x, A is dt·A, one group of states."""
+    X, A, B, C = (t.unflatten(1, (-1, size)) for t in (X, A, B, C))                # [B, chunks, size, ..]
+    A = A.movedim(-1, 1)                                                           # [B, H, chunks, size]
+    sums = A.cumsum(-1)
+    within = (sums[..., :, None] - sums[..., None, :]).exp().tril()
+    y = torch.einsum("bcln,bcsn,bhcls,bcshp->bclhp", C, B, within, X)
+    of_chunks = torch.einsum("bcln,bhcl,bclhp->bchpn", B, (sums[..., -1:] - sums).exp(), X)
+    S, before = torch.zeros_like(of_chunks[:, 0]), []
+    for c in range(of_chunks.shape[1]):
+        before.append(S)
+        S = S * sums[:, :, c, -1].exp()[..., None, None] + of_chunks[:, c]
+    return (y + torch.einsum("bcln,bchpn,bhcl->bclhp", C, torch.stack(before, 1), sums.exp())).flatten(1, 2), S
+
+
+def test_the_minimal_form_of_mamba_ssm():
+    """What its test_correctness draws: 2048 tokens, 32 heads of 64, a state of 64, gates of softplus(N − 4)."""
+    g = torch.Generator().manual_seed(42)
+    rows, tokens, heads, size, state = 1, 2048, 32, 64, 64
+    x = torch.randn(rows, tokens, heads, size, generator=g)
+    dt = F.softplus(torch.randn(rows, tokens, heads, generator=g) - 4)
+    A = -torch.rand(heads, generator=g).exp()
+    B, C = (torch.randn(rows, tokens, 1, state, generator=g) for _ in range(2))
+    call = [t.requires_grad_() for t in (x, dt, A, B, C)]
+    X, d, a, b, c = (t.detach().double().requires_grad_() for t in call)
+    want = ssd_of_chunks(X * d.unsqueeze(-1), a * d, b.squeeze(2), c.squeeze(2), 64)
+    got = sd.mamba_chunk_scan_combined(*call, chunk_size=64, return_final_states=True)
+    along = [torch.randn(t.shape, generator=g) for t in got]
+    gradients = torch.autograd.grad(got, call, along)
+    true_gradients = torch.autograd.grad(want, (X, d, a, b, c), [t.double() for t in along])
+    for x, y in zip((*got, *gradients), (*want, *true_gradients)):
+        assert (x - y).norm() < 2e-6 * y.norm()
+
+
+def test_states_of_sequences_as_mamba_ssm_tests_them():
+    """What its test_chunk_state_varlen draws, with fewer sequences and heads: lengths of 1 to 199, a state of 32."""
+    g = torch.Generator().manual_seed(64 + 2)
+    lengths = torch.randint(1, 200, (40,), generator=g)
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    tokens, heads = int(bounds[-1]), 8
+    B = torch.randn(1, tokens, 2, 32, generator=g) / 5
+    x = torch.randn(1, tokens, heads, 64, generator=g)
+    A = -0.1 * torch.rand(heads, generator=g)
+    dt = F.softplus(torch.randn(1, tokens, heads, generator=g) - 4)
+    for dtype, limit in ((torch.float32, 2e-6), (torch.float16, 1e-2), (torch.bfloat16, 1e-2)):
+        states = sd.mamba_chunk_scan_combined(x.to(dtype), dt, A, B.to(dtype), B.to(dtype), 64, cu_seqlens=bounds,
+                                              return_varlen_states=True)[1]
+        keys = B[0].to(dtype).double().repeat_interleave(heads // 2, 1)
+        values = x[0].to(dtype).double() * dt[0].double().unsqueeze(-1)
+        for n, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+            gates = dt[0, begin:end].double() * A.double()
+            left = gates.flip(0).cumsum(0).flip(0) - gates  # of the tokens behind each
+            want = torch.einsum("thn,th,thp->hpn", keys[begin:end], left.exp(), values[begin:end])
+            assert (states[n] - want).norm() < limit * want.norm()
+
+
 @pytest.mark.parametrize("options", [{}, dict(dt_softplus=True), dict(dt_softplus=True, dt_limit=(0.05, 0.3)),
                                      dict(dt_limit=(0.0, 1.0))])
 def test_the_scan_is_the_recurrence(options):
