@@ -55,32 +55,39 @@ class ChunkUnfold {
         static_assert(token_scratch(parts) >= (2 + 4 * parts) * rows + S::K * 128);
     }
 
-    // Every thread looks at a chunk; the block takes those found, one after the other.
+    // Every thread looks at a chunk; the block takes those found, one after the other. What that needs stands behind a
+    // look at all of them, or every block would compute and spill it.
     __device__ void run() {
-        const int key_heads = call_.key_heads();
-        const Index all = sequences_.all_chunks() * key_heads;
-        for (Index first = Index(blockIdx.x) * S::threads; first < all; first += Index(token_blocks) * S::threads) {
-            const bool found = first + thread_ < all && is_by_token(first + thread_, key_heads);
-            m_.found[thread_] = found;
-            if (!ptx::any(1, S::threads, found)) continue;
+        bool some = false;
+        for_each_first([&](Index first) { some = some || is_by_token(first + thread_); });
+        if (!ptx::any(1, S::threads, some)) return;
+        for_each_first([&](Index first) {
+            m_.found[thread_] = is_by_token(first + thread_);
+            __syncthreads();
             for (int i = 0; i < S::threads; ++i) {
                 if (m_.found[i] == 0) continue;
-                find(first + i, key_heads);
+                find(first + i);
                 take_chunk();
             }
             __syncthreads();
-        }
+        });
     }
 
   private:
-    __device__ void find(Index i, int key_heads) {
-        const ChunkPosition at = sequences_.number(static_cast<unsigned>(i / key_heads));
-        h_ = static_cast<int>(i % key_heads);
+    template <class Use>  // use(the first chunk and key head of the block's threads)
+    __device__ void for_each_first(const Use& use) const {
+        for (Index first = Index(blockIdx.x) * S::threads; first < all_; first += Index(token_blocks) * S::threads)
+            use(first);
+    }
+    __device__ void find(Index i) {
+        const ChunkPosition at = sequences_.number(static_cast<unsigned>(i / key_heads_));
+        h_ = static_cast<int>(i % key_heads_);
         chunk_ = {{at.s.batch, at.s.begin + at.c * chunk_rows, at.rows(), 0}, 0, 0};
         slot_ = at.s.first_slot + at.c;
     }
-    __device__ bool is_by_token(Index i, int key_heads) {
-        find(i, key_heads);
+    __device__ bool is_by_token(Index i) {
+        if (i >= all_) return false;
+        find(i);
         for (int v = 0; v < call_.group && chunk_.count > 0; ++v)
             if (saved_.goes_by_token(slot_, call_.value_head(h_, v))) return true;
         return false;
@@ -122,6 +129,8 @@ class ChunkUnfold {
     const ChunkSequences& sequences_;
     const GradientViews& grad_;
     const SavedChunks& saved_;
+    const int key_heads_ = call_.key_heads();
+    const Index all_ = sequences_.all_chunks() * key_heads_;
     GradientMemory memory_;  // of a chunk and value head
     Shared<S>& m_ = *reinterpret_cast<Shared<S>*>(ptx::shared_memory());
     const int thread_ = static_cast<int>(threadIdx.x);
