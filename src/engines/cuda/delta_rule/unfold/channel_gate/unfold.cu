@@ -112,11 +112,20 @@ struct ChannelProducts {
     }
 };
 
-// From what states and other blocks give to the warp's first block, and the same of its second put aside, to results.
-template <class T, bool in_parts>
+// From what states and other blocks give to the warp's two blocks to results. wait(): copies of keys are there.
+template <class T, bool in_parts, class Wait>
 __device__ inline void unfold_blocks(ChannelTiles<T, in_parts>& my, const ChannelResults<T, in_parts>& results,
-                                     BlockTokens& l, BlockTokens& x, BlockTokens& E, BlockTokens& y) {
+                                     const BlockTokens (&L)[2], const BlockTokens (&of_x)[2],
+                                     const BlockTokens (&of_E)[2], const BlockTokens (&of_y)[2], const Wait& wait) {
     using Layout = ChannelMemory<T, in_parts>;
+    BlockTokens l, x, E, y;  // of the first block; those of the second are put aside
+    my.keep_first(0, L, l);
+    my.keep_first(1, of_x, x);
+    my.keep_first(2, of_E, E);
+    my.keep_first(3, of_y, y);
+    results.sum_spanning();
+    ptx::wait_for_copies();
+    wait();
     // use(block) for both blocks of the warp, with next() after each: one text of instructions.
     const auto for_both_blocks = [&](const auto& use, const auto& next) {
 #pragma unroll 1
@@ -218,26 +227,16 @@ __device__ inline void unfold_channel(const ChunkGradients& of) {
     ptx::wait_for_copies();
     wait_for_all();
 
-    BlockTokens l, x, E, y;
-    {
-        BlockTokens of_x[2] = {}, of_E[2] = {}, of_y[2] = {};
-        products.multiply_states(of_x, of_E, of_y);
-        unrolled<2>([&](int i) {
-            my.forget();
-            products.add_other_blocks(my.block_of(i), of_x[i], of_E[i], of_y[i]);
-            __syncwarp();
-        });
-        wait_for_all();  // U, dO, dR, operands and the states were read
-        if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
-        my.keep_first(0, L, l);
-        my.keep_first(1, of_x, x);
-        my.keep_first(2, of_E, E);
-        my.keep_first(3, of_y, y);
-    }
-    results.sum_spanning();
-    ptx::wait_for_copies();
-    __syncwarp();
-    unfold_blocks(my, results, l, x, E, y);
+    BlockTokens of_x[2] = {}, of_E[2] = {}, of_y[2] = {};
+    products.multiply_states(of_x, of_E, of_y);
+    unrolled<2>([&](int i) {
+        my.forget();
+        products.add_other_blocks(my.block_of(i), of_x[i], of_E[i], of_y[i]);
+        __syncwarp();
+    });
+    wait_for_all();  // U, dO, dR, operands and the states were read
+    if (call.raw_gate != core::RawGate::none) my.copy_gates(my.small.rows);
+    unfold_blocks(my, results, L, of_x, of_E, of_y, [] { __syncwarp(); });
 }
 
 template <class T>
@@ -347,15 +346,7 @@ __global__ void __launch_bounds__(channel_threads, 1)
     });
     wait_for_all();  // operands were read
     if (!apart) copy_keys(Layout::q);
-    BlockTokens l, x, E, y;
-    my.keep_first(0, L, l);
-    my.keep_first(1, of_x, x);
-    my.keep_first(2, of_E, E);
-    my.keep_first(3, of_y, y);
-    results.sum_spanning();
-    ptx::wait_for_copies();
-    wait_for_all();
-    unfold_blocks(my, results, l, x, E, y);
+    unfold_blocks(my, results, L, of_x, of_E, of_y, wait_for_all);
 }
 
 }  // namespace
