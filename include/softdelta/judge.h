@@ -15,8 +15,9 @@ typedef struct softdelta_rounding {
     uint64_t seed;        /* stages_f32: if not 0, operands of products and stored tensors are rounded stochastically to
                              the storage type. This is the low-precision baseline: it errs as much as an ordinary
                              right kernel */
-    int32_t shortcuts;    /* stages_f32: 1 errs as right kernels do that save more work: gates are summed in f32, near
-                             rows with channel gates multiplied in the storage type, scores are in base 2 */
+    int32_t shortcuts;    /* stages_f32: 1 errs as right kernels do that save more work: gates are summed in f32, by
+                             log 2 where the seed is odd, near rows with channel gates multiplied in the storage type,
+                             scores are in base 2 */
     int32_t float_scores; /* reference: 1 rounds the scores of attention to f32 before the softmax. This shows what
                              f32 keeps of them beside a huge bias */
 } softdelta_rounding;

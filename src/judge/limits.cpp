@@ -34,6 +34,12 @@ double BaselineError::independent(double n) const {
     return 2 * mean() * mean() < n * variance ? std::max(2 * mean() * mean() / variance, 1.0) : std::max(n, 1.0);
 }
 
+// Odd seeds sum gates divided by log 2 (softdelta/judge.h).
+std::uint64_t seed_of(Baseline kind, int run) {
+    const int seed = kind == Baseline::shortcuts ? 2 * run - 1 : kind == Baseline::natural_sums ? 2 * run : run;
+    return static_cast<std::uint64_t>(seed);
+}
+
 void add_run(Case& c, int threads, Baseline kind) {
     const auto add = [&](Yardstick& by) {
         const BlockErrors errors = measure_errors(c.blocks, by.rows, c.baseline.view(), by.truth.view(), threads);
@@ -69,8 +75,8 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             Execution execution;
             execution.engine = "stages_f32";
             execution.threads = how.threads;
-            execution.rounding.seed = static_cast<std::uint64_t>(run);
-            execution.rounding.shortcuts = how.kind == Baseline::shortcuts;
+            execution.rounding.seed = seed_of(how.kind, run);
+            execution.rounding.shortcuts = how.kind == Baseline::shortcuts || how.kind == Baseline::natural_sums;
             if (how.kind == Baseline::by_token) execution.stages.chunk_size = 1;
             if (run == 1 && !forward && how.kind != Baseline::by_token)
                 for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});

@@ -42,9 +42,10 @@ struct BaselineErrors {
     std::vector<BaselineError> blocks;
 };
 
-// How a right kernel computes: with what it needs; with shortcuts that many take; by the recurrence in f32, which
-// rounds the state at every token.
-enum class Baseline { plain, shortcuts, by_token };
+// How a right kernel computes: with what it needs; with shortcuts that many take, where sums of gates are divided by
+// log 2, or are not (the last digit of a difference of two sums may be exact in one unit alone); by the recurrence in
+// f32, which rounds the state at every token.
+enum class Baseline { plain, shortcuts, natural_sums, by_token };
 
 // A truth of a result, the rows that it holds for, and the baseline's errors there.
 struct Yardstick {

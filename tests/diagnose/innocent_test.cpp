@@ -106,6 +106,14 @@ TEST(Innocent, KernelsThatSumGatesInFloat) {
     EXPECT_GT(lost, 0) << "no call needs the limits of f32 sums: it tests nothing";
 }
 
+// Its sums are not divided by log 2: the difference of the last two is rounded by 0.4 digits, that of a kernel with 2^x
+// by hardly any, whatever is drawn.
+TEST(Innocent, AUnitOfSumsMayBeExact) {
+    const Report report = try_kernel(5671);
+    EXPECT_EQ(report.accused, "");
+    EXPECT_TRUE(report.lost_digits) << "it needs no limit of f32 sums: it tests nothing";
+}
+
 // A right dump with normal noise added to the last block of one result, so that its error is `times` the limit.
 std::string add_noise(const io::Call& call, Draw& draw, Results& results) {
     judge::Options options;

@@ -7,6 +7,8 @@ namespace softdelta::diagnose {
 
 namespace {
 
+using Run = Eigen::Map<const Eigen::ArrayXd>;
+
 struct Sums {
     std::vector<double> squares;
     std::vector<std::int64_t> mismatches;  // NaN or infinity against something else
@@ -25,8 +27,7 @@ Sums subtract(const judge::Blocks& blocks, const Dense& a, const Dense* b, doubl
         for (std::int64_t r = 0; r < blocks.range_count(); ++r)
             blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
                 if (b != nullptr && infinite == HUGE_VAL) {
-                    using Run = Eigen::Map<const Eigen::VectorXd>;
-                    const double square = (Run(&a[first], n) - Run(&(*b)[first], n)).squaredNorm();
+                    const double square = (Run(&a[first], n) - Run(&(*b)[first], n)).square().sum();
                     if (std::isfinite(square)) {
                         sums.squares[static_cast<std::size_t>(block)] += square;
                         return;
@@ -130,6 +131,13 @@ Fit Observation::fit(const Results& mistaken, Scope scope) const {
             for (std::int64_t r = 0; r < noise.blocks.range_count(); ++r)
                 noise.blocks.for_each_run(o, r, [&](std::int64_t block, std::int64_t first, std::int64_t n) {
                     const auto b = static_cast<std::size_t>(block);
+                    const auto errors_of = Run(&actual[first], n) - Run(&truth[first], n),
+                               changes = Run(&changed[first], n) - Run(&truth[first], n);
+                    const double ee = errors_of.square().sum(), dd = changes.square().sum();
+                    if (std::isfinite(ee) && std::isfinite(dd)) {
+                        product[b] += (errors_of * changes).sum(), effect[b] += dd, error[b] += ee;
+                        return;
+                    }
                     for (std::int64_t i = first; i < first + n; ++i) {
                         const double e = actual[i] - truth[i], d = changed[i] - truth[i];
                         if (!std::isfinite(e) || !std::isfinite(d)) continue;
@@ -149,9 +157,11 @@ Fit Observation::fit(const Results& mistaken, Scope scope) const {
 }
 
 bool Observation::is_finite_less_often(const Results& results) const {
-    for (const auto& [name, truth] : truth_)
+    for (const auto& [name, truth] : truth_) {
+        const Dense& result = results.at(name);
         for (Index i = 0; i < truth.count(); ++i)
-            if (std::isfinite(truth[i]) && !std::isfinite(results.at(name)[i])) return true;
+            if (std::isfinite(truth[i]) && !std::isfinite(result[i])) return true;
+    }
     return false;
 }
 
@@ -162,9 +172,12 @@ Results Observation::limit(Results mistaken, Scope scope) const {
 }
 
 Results Observation::add(const Results& one, const Results& other) const {
-    Results sum = one;
-    for (const auto& [name, truth] : truth_)
-        for (Index i = 0; i < truth.count(); ++i) sum.at(name)[i] += other.at(name)[i] - truth[i];
+    Results sum;
+    for (const auto& [name, truth] : truth_) {
+        const Dense &a = one.at(name), &b = other.at(name);
+        Dense& to = sum.emplace(name, Dense(truth.shape())).first->second;
+        for (Index i = 0; i < truth.count(); ++i) to[i] = a[i] + (b[i] - truth[i]);
+    }
     return sum;
 }
 

@@ -67,15 +67,15 @@ std::vector<Piece> cut_pieces(const Tile<double>& g, Index chunk_size) {
 // other each carries the errors of those before it; by a parallel scan each has errors of its own, which count between
 // neighbours too. Here are both.
 template <class Sums>
-void sum_in_float(Rounding& rounding, Sums&& rows) {
-    constexpr double log_2 = 0.69314718055994530942;
+void sum_in_float(Rounding& rounding, bool base_2, Sums&& rows) {
+    const double unit = base_2 ? 0.69314718055994530942 : 1;
     for (Index m = 0; m < rows.cols(); ++m) {
         double exact = 0, chain = 0;
         for (Index i = 0; i < rows.rows(); ++i) {
-            const double g = rounding.in_float(rows(i, m) / log_2);
+            const double g = rounding.in_float(rows(i, m) / unit);
             exact += g;
             chain = rounding.in_float(chain + g);
-            rows(i, m) = log_2 * static_cast<double>(static_cast<float>(chain + (rounding.in_float(exact) - exact)));
+            rows(i, m) = unit * static_cast<double>(static_cast<float>(chain + (rounding.in_float(exact) - exact)));
         }
     }
 }
@@ -107,7 +107,7 @@ void ValueHead<T>::load(const core::DeltaInputs& in, const core::DeltaOptions& o
     for (const Piece& piece : pieces) {
         auto sums = G.middleRows(piece.begin, piece.count);
         if (execution.shortcuts)
-            sum_in_float(rounding, sums);
+            sum_in_float(rounding, execution.rounding_seed % 2 == 1, sums);
         else
             for (Index i = 1; i < piece.count; ++i) sums.row(i) += sums.row(i - 1);
     }
