@@ -134,7 +134,7 @@ Index first_wrong_index(Index count, const Entry& entry, Index states, const Vis
 }
 
 // One of the indices [N] or [B, NT] in the order of rows.
-Index index_at(const Tensor& t, Index i) {
+inline Index index_at(const Tensor& t, Index i) {
     if (t.rank == 1) return core::load_index(t, i * t.stride[0]);
     return core::load_index(t, t.offset({i / t.shape[1], i % t.shape[1]}));
 }
@@ -345,7 +345,8 @@ void expect_state_indices(const PoolIndices& indices, const Tensor& initial_stat
     const Index count = sequences + (indices.snapshot ? indices.snapshot.count() : 0);
     const auto entry = [&](Index i) -> Index {
         if (i >= sequences) return index_at(indices.snapshot, i - sequences);
-        return read && index_at(read, i) == -1 ? -1 : index_at(written, i);
+        const Index from = read ? index_at(read, i) : i;
+        return indices.final_state && from != -1 ? index_at(written, i) : from;
     };
     const auto begins_from = [&](Index i) -> Index {
         const Tensor& given = indices.has_initial;
@@ -374,7 +375,8 @@ void expect_state_indices(const PoolIndices& indices, const Tensor& initial_stat
     if (n < sequences) refuse_index(index_name("final_state_indices", written, n), entry(n), states, "none is written");
     if (n < count)
         refuse_index(index_name("snapshot_indices", indices.snapshot, n - sequences), entry(n), states, "none is kept");
-    for (Index i = 0; read && initial_state && i < sequences; ++i)
+    const bool may_lie_beyond = read && initial_state && (indices.final_state || initial_state.shape[0] < states);
+    for (Index i = 0; may_lie_beyond && i < sequences; ++i)
         if (const Index from = index_at(read, i); from < -1 || from >= initial_state.shape[0])
             refuse_index(index_name("state_indices", read, i), from, initial_state.shape[0], "there is no sequence");
 }

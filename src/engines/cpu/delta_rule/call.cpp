@@ -213,6 +213,7 @@ DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::
     StepForm form = step_form(out);
     core::DeltaSequence before{};
     bool fits = false;
+    const bool are_alike = !in_.cu_seqlens && !in_.final_state_indices && !in_.has_initial_state;
     for (Index n = 0; n < sequences(); ++n) {
         const core::DeltaSequence s = core::sequence(in_, n);
         if (s.is_padding) continue;
@@ -224,6 +225,7 @@ DeltaCall::Steps DeltaCall::steps(const kernels::DeltaStep& kernel, const core::
             steps.most_tokens = std::max(steps.most_tokens, s.count * options_.steps);
         else
             steps.all = false;
+        if (are_alike) break;
     }
     return steps;
 }
