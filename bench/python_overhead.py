@@ -90,15 +90,18 @@ def many_sequences(library, count=64, heads=8, size=64, keys=32, block=16):
         return library.delta_forward(inputs, dict(o=torch.empty_like(v), final_state=pool), rule=GATED_DELTA_RULE,
                                      use_qk_l2norm_in_kernel=1)
 
-    def decode(sequences, heads):
+    def decode(sequences, heads, forward=library.attention_forward):
         q = torch.randn(sequences, 1, heads, size)
         k, v = (torch.randn(sequences * keys // block, block, heads, size) for _ in range(2))
         table = torch.randperm(len(k), dtype=torch.int32).view(sequences, -1)
         inputs = dict(q=q, k=k, v=v, block_table=table, cache_seqlens=torch.full((sequences,), keys, dtype=torch.int32))
-        return library.attention_forward(inputs, dict(o=torch.empty_like(q)), causal=BOTTOM_RIGHT)
+        return forward(inputs, dict(o=torch.empty_like(q)), causal=BOTTOM_RIGHT)
+
+    def layer(sequences, heads):
+        return decode(sequences, heads, library.attention_plan)
 
     rows = []
-    for name, call in ("gated delta rule", step), ("attention", decode):
+    for name, call in ("gated delta rule", step), ("attention", decode), ("attention's plan", layer):
         many, one, least = (microseconds(call(*shape)) for shape in ((count, heads), (1, count * heads), (1, 1)))
         rows.append(dict(call=name, sequences=count, heads=heads, many_us=many, one_us=one, beside_us=many - one + least))
     return rows

@@ -153,6 +153,26 @@ class Library:
                             filled(AttentionOptions, **{**AttentionOptions.defaults, **options}),
                             filled_tensors(AttentionOutputs, outputs), threads)
 
+    def attention_plan(self, inputs, outputs, threads=None, **options):
+        """A layer of a plan of this call; lengths and the block table are the plan's."""
+        given, results = filled_tensors(AttentionInputs, inputs), filled_tensors(AttentionOutputs, outputs)
+        execution = filled(Execution, engine=self.engine, threads=threads or self.threads)
+        plan = ctypes.c_void_p()
+        self.check(self.c.softdelta_attention_plan_create(
+            ctypes.byref(given), ctypes.byref(results),
+            ctypes.byref(filled(AttentionOptions, **{**AttentionOptions.defaults, **options})), ctypes.byref(execution),
+            ctypes.byref(plan)))
+        for name in "cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table":
+            setattr(given, name, None)
+        arguments = plan, ctypes.byref(given), ctypes.byref(results)
+
+        def layer():
+            status = self.c.softdelta_attention_plan_forward(*arguments)
+            if status != 0:
+                self.check(status)
+
+        return layer
+
     def attention_backward(self, inputs, gradients, threads=None, **options):
         return self.prepare(self.c.softdelta_attention_backward, filled_tensors(AttentionInputs, inputs),
                             filled(AttentionOptions, **{**AttentionOptions.defaults, **options}),

@@ -399,6 +399,29 @@ SOFTDELTA_API softdelta_status softdelta_attention_backward_workspace(const soft
                                                                       const softdelta_execution* execution,
                                                                       size_t* bytes);
 
+/* A forward pass that is checked and prepared once, and runs for many layers: they differ in the memory of their
+ * tensors alone, as those of one step of a server do. Results have the bits of softdelta_attention_forward. A plan is
+ * for one call at a time, and for engine "cpu". */
+typedef struct softdelta_attention_plan softdelta_attention_plan;
+
+/* Makes a plan of this call, one layer's, and computes nothing. The plan keeps its shapes, strides, types, options,
+ * execution and instruction set, a copy of its lengths and block table, and its scratch memory: execution.workspace,
+ * which belongs to the plan as long as that lives, or memory of its own. Errors: as the forward pass; UNSUPPORTED also
+ * for other engines. */
+SOFTDELTA_API softdelta_status softdelta_attention_plan_create(const softdelta_attention_inputs* inputs,
+                                                               const softdelta_attention_outputs* outputs,
+                                                               const softdelta_attention_options* options,
+                                                               const softdelta_execution* execution,
+                                                               softdelta_attention_plan** plan);
+/* The forward pass of a layer. Its tensors have shape, type and strides of the plan's, and lie anywhere. Lengths and
+ * block table are the plan's: the call gives none. Allocates nothing. Errors: INVALID_ARGUMENT, also for a plan that
+ * another call uses, or that was made before a fork. */
+SOFTDELTA_API softdelta_status softdelta_attention_plan_forward(softdelta_attention_plan* plan,
+                                                                const softdelta_attention_inputs* inputs,
+                                                                const softdelta_attention_outputs* outputs);
+/* Ends a plan that no call uses; NULL: nothing. */
+SOFTDELTA_API void softdelta_attention_plan_destroy(softdelta_attention_plan* plan);
+
 /* Keys and values of new tokens, for the cache that attention reads. All are required but cu_seqlens and block_table.
  */
 typedef struct softdelta_cache_append_inputs {

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <new>
 #include <span>
 #include <stdexcept>
@@ -714,6 +715,35 @@ inline std::size_t attention_forward_workspace_bound(const AttentionInputs& inpu
         softdelta_attention_forward_workspace_bound(&in, &most, &opt, detail::ExecutionView(execution).get(), &bytes));
     return bytes;
 }
+
+// Attention of many layers that differ in the memory of their tensors alone (softdelta_attention_plan).
+class AttentionPlan {
+  public:
+    // Of one layer's call, which is not computed.
+    AttentionPlan(const AttentionInputs& inputs, const AttentionOutputs& outputs, const AttentionOptions& options = {},
+                  const Execution& execution = {}) {
+        detail::Views view;
+        const auto in = detail::to_c(inputs, view);
+        const auto opt = detail::to_c(options);
+        const auto out = detail::to_c(outputs, view);
+        softdelta_attention_plan* plan = nullptr;
+        detail::check(softdelta_attention_plan_create(&in, &out, &opt, detail::ExecutionView(execution).get(), &plan));
+        plan_.reset(plan);
+    }
+    // Of a layer: tensors as the plan's, without lengths and block table.
+    void forward(const AttentionInputs& inputs, const AttentionOutputs& outputs) {
+        detail::Views view;
+        const auto in = detail::to_c(inputs, view);
+        const auto out = detail::to_c(outputs, view);
+        detail::check(softdelta_attention_plan_forward(plan_.get(), &in, &out));
+    }
+
+  private:
+    struct Destroy {
+        void operator()(softdelta_attention_plan* plan) const { softdelta_attention_plan_destroy(plan); }
+    };
+    std::unique_ptr<softdelta_attention_plan, Destroy> plan_{};
+};
 
 // Writes the gradients that are given, from d_o and optionally dlse.
 inline void attention_backward(const AttentionInputs& inputs, const AttentionGradients& gradients,

@@ -1,11 +1,12 @@
 // Attention: the checks of one call, then the engine.
+#include "api/attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
 #include <utility>
 
-#include "api/check.h"
 #include "api/engines/table.h"
 #include "api/error.h"
 #include "api/operands.h"
@@ -14,13 +15,6 @@
 namespace softdelta::api {
 
 namespace {
-
-struct Call {
-    core::AttentionInputs in;
-    core::AttentionOptions options{};
-    CheckedExecution how{};
-    Sizes sizes{};  // of q, k, v and the results
-};
 
 Index queries(const core::AttentionInputs& in, Index sequence) {
     if (!in.cu_seqlens_q) return in.q.shape[1];
@@ -204,9 +198,11 @@ core::AttentionOptions check_options(const softdelta_attention_options* given, c
     return o;
 }
 
-Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
-                const softdelta_execution* execution) {
-    Call call{.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs))};
+}  // namespace
+
+AttentionCall check_attention_call(const softdelta_attention_inputs* inputs, const softdelta_attention_options* options,
+                                   const softdelta_execution* execution) {
+    AttentionCall call{.in = import_all<core::AttentionInputs>(read_struct("inputs", inputs))};
     const auto [sizes, scores] = check_inputs(call.in);
     call.sizes = sizes;
     call.options = check_options(options, call.in);
@@ -217,8 +213,8 @@ Call check_call(const softdelta_attention_inputs* inputs, const softdelta_attent
     return call;
 }
 
-core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_outputs& given) {
-    const auto out = import_all<core::AttentionOutputs>(given);
+core::AttentionOutputs check_attention_outputs(const AttentionCall& c, const softdelta_attention_outputs* outputs) {
+    const auto out = import_all<core::AttentionOutputs>(read_struct("outputs", outputs));
     expect_result("outputs", out, c.how.execution);
     expect_one_device(out, c.in.q.device);
     for (const auto& operand : core::operands_of<core::AttentionOutputs>)
@@ -226,7 +222,9 @@ core::AttentionOutputs check_outputs(const Call& c, const softdelta_attention_ou
     return out;
 }
 
-core::AttentionGradients check_gradients(const Call& c, const softdelta_attention_gradients& given) {
+namespace {
+
+core::AttentionGradients check_gradients(const AttentionCall& c, const softdelta_attention_gradients& given) {
     const auto g = import_all<core::AttentionGradients>(given);
     for (const auto& [name, t] : {std::pair{"k", &c.in.k}, std::pair{"v", &c.in.v}})
         if (core::is_quantised(t->dtype))
@@ -249,8 +247,8 @@ core::AttentionGradients check_gradients(const Call& c, const softdelta_attentio
 template <class Use>
 auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention_outputs* outputs,
              const softdelta_attention_options* options, const softdelta_execution* execution, const Use& use) {
-    const Call call = check_call(inputs, options, execution);
-    const auto out = check_outputs(call, read_struct("outputs", outputs));
+    const AttentionCall call = check_attention_call(inputs, options, execution);
+    const auto out = check_attention_outputs(call, outputs);
     return use(call.how.engine, engines::AttentionForward{call.in, call.options, call.how.execution, out},
                &engines::Engine::attention_forward);
 }
@@ -258,7 +256,7 @@ auto forward(const softdelta_attention_inputs* inputs, const softdelta_attention
 template <class Use>
 auto backward(const softdelta_attention_inputs* inputs, const softdelta_attention_gradients* gradients,
               const softdelta_attention_options* options, const softdelta_execution* execution, const Use& use) {
-    const Call call = check_call(inputs, options, execution);
+    const AttentionCall call = check_attention_call(inputs, options, execution);
     const auto grad = check_gradients(call, read_struct("gradients", gradients));
     return use(call.how.engine, engines::AttentionBackward{call.in, call.options, call.how.execution, grad},
                &engines::Engine::attention_backward);
@@ -308,7 +306,7 @@ softdelta_status softdelta_attention_forward_workspace_bound(const softdelta_att
                                                              const softdelta_execution* execution, size_t* bytes) {
     using namespace softdelta;
     return api::guard([&] {
-        const auto call = api::check_call(inputs, options, execution);
+        const auto call = api::check_attention_call(inputs, options, execution);
         const core::AttentionOutputs none;
         api::result("bytes", bytes) = api::workspace_bound_of(
             call.how.engine, engines::AttentionForward{call.in, call.options, call.how.execution, none},

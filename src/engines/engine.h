@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 #include "core/attention.h"
@@ -44,6 +45,12 @@ inline constexpr const char* operation_of<core::ConvolutionInputs> = "causal con
 template <>
 inline constexpr const char* operation_of<core::NormInputs> = "gated norm";
 
+// A call that runs more than once: what its operands hold and where they lie may differ, and nothing else.
+struct Prepared {
+    virtual ~Prepared() = default;
+    virtual void run() = 0;
+};
+
 template <class Call>
 struct Pass {
     void (*run)(const Call& call) = nullptr;               // null: the engine has no such pass
@@ -52,6 +59,8 @@ struct Pass {
         nullptr;  // why it does not do this call, "": it does; null: it always does
     // Bytes that are enough for all calls within limits; null: the engine cannot say.
     std::size_t (*workspace_bound)(const Call& call, const core::Limits& limits) = nullptr;
+    // The call, whose parts live longer, in its workspace; null: the engine has no plans.
+    std::unique_ptr<Prepared> (*prepare)(const Call& call) = nullptr;
 };
 
 // A pass's `run` or `workspace` from a function of the call's parts.

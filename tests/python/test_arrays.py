@@ -195,6 +195,36 @@ def test_attention_is_the_formula_on_any_strides():
     np.testing.assert_allclose(d["dv"].sum(), want.size, rtol=1e-12)  # rows of p sum to 1
 
 
+def test_plan_of_layers():
+    r = np.random.default_rng(5)
+    lengths, table = np.array([5, 8], "i4"), np.array([[3, 0], [1, 2]], "i4")
+
+    def layer():
+        return [as_bf16(r.standard_normal(shape))[0] for shape in ((2, 1, 4, 16), (4, 4, 2, 16), (4, 4, 2, 16))]
+
+    paged = dict(cache_seqlens=lengths, block_table=table, causal="bottom_right", dtype="bf16")
+    layers = [layer() for _ in range(3)]
+    want = [softdelta.attention_forward(*x, **paged) for x in layers]
+    plan = softdelta.AttentionPlan(*layers[0], **paged)
+    lengths[:], table[:] = -1, 99  # the plan has copies
+    for x, (o, lse) in zip(layers, want):
+        got = plan.forward(*x)
+        np.testing.assert_array_equal(got[0], o)
+        np.testing.assert_array_equal(got[1], lse)
+    out = np.empty_like(want[0][0])
+    assert plan.forward(*layers[1], o=out)[0] is out
+    np.testing.assert_array_equal(out, want[1][0])
+    q, k, v = layers[0]
+    with pytest.raises(ValueError, match=r"q: shape is \[1, 1, 4, 16\], expected \[2, 1, 4, 16\], as in the plan"):
+        plan.forward(q[:1], k, v)
+    with pytest.raises(TypeError, match="cache_seqlens"):
+        plan.forward(q, k, v, cache_seqlens=lengths)
+    with pytest.raises(softdelta.Unsupported, match="engine reference has no plans"):
+        softdelta.AttentionPlan(*[np.zeros((1, 2, 1, 8), "f4")] * 3, engine="reference")
+    heads_first = softdelta.AttentionPlan(*[np.ones((1, 2, 3, 8), "f4")] * 3, layout="bhtd")
+    assert heads_first.forward(*[np.ones((1, 2, 3, 8), "f4")] * 3)[0].shape == (1, 2, 3, 8)
+
+
 def test_bf16_as_uint16_and_of_ml_dtypes():
     r = np.random.default_rng(4)
     bits, values = zip(*(as_bf16(r.standard_normal((1, 40, 2, 16))) for _ in range(3)))

@@ -93,14 +93,19 @@ bool is_layer_in_place(const Call& call) {
     return false;
 }
 
-// Computes the call, once no result shares memory with another operand.
+// No result shares memory with another operand.
 template <class Call>
-void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
+void expect_results_apart(const Call& call) {
     Operands operands;
     operands.add(call.in);
     operands.add(call.out);
     operands.writes(call.execution);
     operands.expect_apart(in_place);
+}
+
+template <class Call>
+void run_pass(const WantedEngine& wanted, const Call& call, engines::Pass<Call> engines::Engine::*pass) {
+    expect_results_apart(call);
     const engines::Engine& engine = engine_for(wanted, call, pass);
     if (engine.device != core::DeviceType::cpu && is_layer_in_place(call))
         throw core::Unsupported(std::string("y is x or z itself: engine ") + engine.name +

@@ -48,7 +48,8 @@ const engines::Engine engine = {
         [](const AttentionForward& c) { return attention_forward_workspace(c.in, c.options, c.execution); }, refusal,
         [](const AttentionForward& c, const core::Limits& limits) {
             return attention_forward_bound(c.in, c.options, c.execution, limits);
-        }},
+        },
+        prepare_attention_forward},
     .attention_backward = {apply<AttentionBackward, attention_backward>,
                            apply<AttentionBackward, attention_backward_workspace>, refusal},
     .delta_forward = {apply<DeltaForward, delta_forward>, apply<DeltaForward, delta_forward_workspace>, refusal,

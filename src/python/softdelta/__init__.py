@@ -4,7 +4,7 @@ Functions here take arrays of NumPy, torch, JAX: all that speak DLPack or the bu
 signatures people know, with autograd; softdelta.testing judges your kernel.
 """
 from . import testing
-from ._attention import attention_backward, attention_forward
+from ._attention import AttentionPlan, attention_backward, attention_forward
 from ._audit import Audit, audit
 from ._cases import Finding, Report, dump, judge, verify
 from ._delta_rule import delta_backward, delta_forward, delta_step
@@ -18,8 +18,8 @@ from ._watch import watch
 
 __version__ = _version()
 __all__ = [
-    "Audit", "Candidate", "Diagnosis", "Finding", "Report", "Rule", "Stage", "Unsupported", "attention_backward",
-    "attention_forward", "audit", "causal_convolution_backward", "causal_convolution_forward",
+    "AttentionPlan", "Audit", "Candidate", "Diagnosis", "Finding", "Report", "Rule", "Stage", "Unsupported",
+    "attention_backward", "attention_forward", "audit", "causal_convolution_backward", "causal_convolution_forward",
     "causal_convolution_step", "delta_backward", "delta_forward", "delta_step", "diagnose", "dump",
     "gated_norm_backward", "gated_norm_forward", "get_num_threads", "isa_levels", "judge", "set_num_threads",
     "testing", "verify", "watch"

@@ -54,12 +54,25 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
     softdelta.Unsupported. After Dao (FlashAttention),
     Shazeer (MQA), Ainslie (GQA), Shi (dynamic masks), Press (ALiBi).
     """
+    a, call, results = _prepared(
+        q, k, v, mask, bias, sink, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table, alibi_slopes, bias_slopes,
+        k_scale, v_scale, scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset, key_offset,
+        o, lse, layout, engine, threads, dtype)
+    _native.attention_forward(*call)
+    return tuple(map(a.finish, results))
+
+
+def _prepared(q, k, v, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None, cache_seqlens=None, block_table=None,
+              alibi_slopes=None, bias_slopes=None, k_scale=None, v_scale=None, scale=None, causal="none", window_left=-1,
+              window_right=-1, softcap=0.0, empty_row="minus_infinity", top_w=-1, query_offset=0, key_offset=0, o=None,
+              lse=None, layout="bthd", engine="automatic", threads=None, dtype=None):
+    """The arrays of a forward call, the arguments of the native function, and o and lse."""
     a = Arrays(q, dtype, _RECORDING)
     batch, rows, heads, _ = shape_of("q", q, 4, "[B, Lq, H, D]")
     heads_first = _heads_first(layout, k_scale, v_scale)
     if heads_first:
         rows, heads = heads, rows
-    _options.warn_if_swapped("q", rows, heads, heads_first)
+    _options.warn_if_swapped("q", rows, heads, heads_first, stacklevel=4)
     if v_scale is not None and len(v.shape) == 5:
         value_size = 32 * v.shape[3]
     else:
@@ -75,10 +88,33 @@ def attention_forward(q, k, v, *, mask=None, bias=None, sink=None, cu_seqlens_q=
                                     alibi_slopes=alibi_slopes, bias_slopes=bias_slopes, k_scale=k_scale,
                                     v_scale=v_scale))
     outputs = AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse))
-    options = options_of(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset,
-                       key_offset)
-    _native.attention_forward(inputs, options, outputs, *_options.execution(engine, threads), a.bf16, heads_first)
-    return a.finish(o), a.finish(lse)
+    options = options_of(scale, causal, window_left, window_right, softcap, empty_row, top_w, query_offset, key_offset)
+    return a, (inputs, options, outputs, *_options.execution(engine, threads), a.bf16, heads_first), (o, lse)
+
+
+class AttentionPlan:
+    """Attention of many layers that differ in their arrays alone, as those of one step of a server do: lengths, block table
+    and options are checked once, and a layer's call takes a few microseconds less.
+
+    Made with attention_forward's arguments for one of them; nothing is computed. A plan is for one call at a time, and
+    for the engine "cpu". Raises what attention_forward does.
+    """
+
+    def __init__(self, q, k, v, **arguments):
+        a, call, results = _prepared(q, k, v, **arguments)
+        self._plan, self._dtype = _native.AttentionPlan(*call), arguments.get("dtype")
+        self._results = [(tuple(x.shape), a.dtype_of(x), a.empty((0,), a.dtype_of(x), x)) for x in results]
+
+    def forward(self, q, k, v, *, mask=None, bias=None, sink=None, alibi_slopes=None, bias_slopes=None, k_scale=None,
+                v_scale=None, o=None, lse=None):
+        """A layer: arrays with shape, strides and type of the plan's. Lengths and block_table are those that the plan was
+        made with. Returns o and lse; the bits are attention_forward's."""
+        a = Arrays(q, self._dtype, _RECORDING)
+        inputs = a.read(AttentionInputs(q=q, k=k, v=v, mask=mask, bias=bias, sink=sink, alibi_slopes=alibi_slopes,
+                                        bias_slopes=bias_slopes, k_scale=k_scale, v_scale=v_scale))
+        o, lse = (a.empty(*like) if x is None else x for x, like in zip((o, lse), self._results))
+        self._plan.forward(inputs, AttentionOutputs(o=a.writable("o", o), lse=a.writable("lse", lse)), a.bf16)
+        return a.finish(o), a.finish(lse)
 
 
 def attention_backward(q, k, v, do, *, mask=None, bias=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None,

@@ -33,6 +33,14 @@ def attention_backward(
     inputs: tuple[Array | None, ...], options: tuple, gradients: tuple[Array | None, ...], engine: str, threads: int,
     bf16: bool, heads_first: bool = False,
 ) -> None: ...
+class AttentionPlan:
+    def __init__(
+        self, inputs: tuple[Array | None, ...], options: tuple, outputs: tuple[Array | None, ...], engine: str,
+        threads: int, bf16: bool, heads_first: bool = False,
+    ) -> None: ...
+    def forward(
+        self, inputs: tuple[Array | None, ...], outputs: tuple[Array | None, ...], bf16: bool,
+    ) -> None: ...
 def delta_forward(
     inputs: tuple[Array | None, ...], options: tuple, outputs: tuple[Array | None, ...], engine: str, threads: int,
     bf16: bool, state_ready: int = 0, state_done: int = 0, kept: int = 0, kept_size: int = 0,

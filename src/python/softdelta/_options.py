@@ -104,13 +104,13 @@ def flag(name: str, value) -> bool:
     raise ValueError(f"{name} is {value!r}, expected True or False")
 
 
-def warn_if_swapped(name: str, rows: int, heads: int, heads_first: bool) -> None:
+def warn_if_swapped(name: str, rows: int, heads: int, heads_first: bool, stacklevel: int = 3) -> None:
     """Shapes alone do not tell rows from heads: a few rows of many heads are a short prompt. More heads than any model has,
     of fewer rows, are probably the other layout."""
     if heads > _MOST_HEADS and 1 < rows < heads:
         here, other = list(LAYOUT)[::-1] if heads_first else LAYOUT
         warnings.warn(f"{name} has {heads} heads of {rows} rows, as layout {here!r} reads it; if these are {rows} heads of "
-                      f"{heads} rows, say layout={other!r}", stacklevel=3)
+                      f"{heads} rows, say layout={other!r}", stacklevel=stacklevel)
 
 
 def set_num_threads(n: int) -> None:

@@ -2,14 +2,18 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "core/attention.h"
 #include "core/execution.h"
+#include "engines/engine.h"
 
 namespace softdelta::cpu {
 
 void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
                        const core::Execution& execution, const core::AttentionOutputs& out);
+
+std::unique_ptr<engines::Prepared> prepare_attention_forward(const engines::AttentionForward& call);
 
 // Bytes of workspace that the same call needs.
 std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,

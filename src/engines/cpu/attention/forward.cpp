@@ -29,8 +29,8 @@ class UnitHeads {
     const kernels::AttentionHead* place(const AttentionHeads& heads, const core::AttentionSequence& s, Index hk,
                                         Index count) {
         for (; made_ < count; ++made_) new (memory_.head + made_) kernels::AttentionHead(heads.decode_head());
-        const AttentionOutline sizes = heads.outline(s);
-        for (Index i = 0; i < count; ++i) heads.place(memory_.head[i], s, sizes, hk + i);
+        heads.place(memory_.head[0], s, heads.outline(s), hk);
+        for (Index i = 1; i < count; ++i) heads.place_next(memory_.head[i], memory_.head[i - 1], s, hk + i);
         return memory_.head;
     }
 
@@ -80,11 +80,15 @@ class Forward {
         return count.used();
     }
 
-    void run(std::byte* memory, const core::AttentionOutputs& out) {
+    // Once, in memory of so many bytes.
+    void place(std::byte* memory) {
         kernels::Scratch pieces(memory);
         take(pieces);
-        out_ = out;
         place_units();
+    }
+
+    void run(const core::AttentionOutputs& out) {
+        out_ = out;
         const Index sequences = heads_.sequences();
         if (sequences == 0) return;
         for (Index first = 0; slots_ > 0 && first < heads(); first += slots_)
@@ -102,7 +106,7 @@ class Forward {
                 const Index n = unit / heads_.key_heads(), hk = unit % heads_.key_heads();
                 if (!cuts_[n].by_keys || cuts_[n].pieces == 1) return;
                 const core::AttentionSequence s = heads_.sequence(n);
-                combine(n, s, heads_.head(s, hk), hk);
+                combine(n, heads_.head(s, hk), hk, output(s, hk));
             };
         });
     }
@@ -206,7 +210,12 @@ class Forward {
             const kernels::AttentionHead* group = unit_heads.place(heads_, s, hk, heads);
             table_.attention_decode->run(group, heads, first, std::min(last, group->keys), scratch,
                                          partial(n, part, hk), head_floats(cut.rows));
-            for (Index i = 0; cut.pieces == 1 && i < heads; ++i) combine(n, s, group[i], hk + i);
+            if (cut.pieces > 1) return;
+            kernels::AttentionOutput out = output(s, hk);
+            for (Index i = 0; i < heads; ++i) {
+                combine(n, group[i], hk + i, out);
+                next_head(out);
+            }
             return;
         }
         for (Index h = hk; h < hk + heads; ++h) {
@@ -215,14 +224,25 @@ class Forward {
         }
     }
 
-    void combine(Index n, const core::AttentionSequence& s, const kernels::AttentionHead& head, Index hk) const {
+    void combine(Index n, const kernels::AttentionHead& head, Index hk, const kernels::AttentionOutput& out) const {
         const AttentionCut& cut = cuts_[n];
         kernel_.combine(head, 0, cut.rows, partial(n, 0, hk), cut.pieces, heads_.key_heads() * head_floats(cut.rows),
-                        output(s, hk));
+                        out);
     }
 
     kernels::AttentionOutput output(const core::AttentionSequence& s, Index hk) const {
         return {heads_.query_rows(out_.o, s, hk), heads_.row_values(out_.lse, s, hk)};
+    }
+
+    // Of the next key head.
+    void next_head(kernels::AttentionOutput& out) const {
+        const auto step = [&](void*& data, core::DType dtype, Index stride) {
+            if (data != nullptr)
+                data =
+                    static_cast<std::byte*>(data) + heads_.group() * stride * static_cast<Index>(core::size_of(dtype));
+        };
+        step(out.o.data, out.o.dtype, out.o.head);
+        step(out.lse.data, out.lse.dtype, out.lse.head);
     }
 
     // So many rows of partial o, their maxima and sums. Ranges of a sequence lie one after the other, in each its
@@ -268,7 +288,23 @@ void attention_forward(const core::AttentionInputs& in, const core::AttentionOpt
                        const core::Execution& execution, const core::AttentionOutputs& out) {
     Forward forward(in, options, execution);
     const Workspace workspace(execution, forward.bytes());
-    forward.run(workspace.data(), out);
+    forward.place(workspace.data());
+    forward.run(out);
+}
+
+std::unique_ptr<engines::Prepared> prepare_attention_forward(const engines::AttentionForward& call) {
+    struct Layers final : engines::Prepared {
+        const core::AttentionOutputs& out;
+        Forward forward;
+        Workspace workspace;
+
+        explicit Layers(const engines::AttentionForward& c)
+            : out(c.out), forward(c.in, c.options, c.execution), workspace(c.execution, forward.bytes()) {
+            forward.place(workspace.data());
+        }
+        void run() override { forward.run(out); }
+    };
+    return std::make_unique<Layers>(call);
 }
 
 }  // namespace softdelta::cpu

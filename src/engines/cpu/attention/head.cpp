@@ -19,6 +19,15 @@ void* row_of(const Tensor& t, Index batch, Index row, Index head) {
     return at(t, batch * t.stride[0] + row * t.stride[1] + head * t.stride[2]);
 }
 
+// Bytes from a head of such a tensor to the one `heads` after it.
+Index head_step(const Tensor& t, Index heads = 1) {
+    return heads * t.stride[2] * static_cast<Index>(core::size_of(t.dtype));
+}
+
+void* behind(void* data, Index bytes) {
+    return static_cast<std::byte*>(data) + bytes;
+}
+
 // How rows of k or v lie, but not where.
 kernels::KeyRows rows_like(const Tensor& t, const Tensor& scale, const Tensor& table) {
     kernels::KeyRows rows{.dtype = t.dtype, .row = t.stride[1], .column = t.stride[3]};
@@ -72,6 +81,10 @@ AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::Atte
     common_.empty_lse = empty_lse(options.empty_row);
     common_.bf16_products = all_bf16 && use_bf16_products(execution, table);
     common_.fetches_to_second_cache = decode_fetches_to_second_cache();
+    q_step_ = head_step(in.q, group());
+    k_step_ = head_step(in.k);
+    v_step_ = head_step(in.v);
+    has_addends_ = in.mask || in.bias || in.sink || in.bias_slopes || in.alibi_slopes;
 }
 
 kernels::QueryRows AttentionHeads::query_rows(const Tensor& t, const core::AttentionSequence& s, Index key_head) const {
@@ -129,6 +142,27 @@ void AttentionHeads::place(kernels::AttentionHead& head, const core::AttentionSe
     head.q.data = row_of(in_.q, s.batch, s.q_begin, key_head * head.group);
     place(head.k, in_.k, in_.k_scale, s, key_head);
     place(head.v, in_.v, in_.v_scale, s, key_head);
+    if (has_addends_) place_addends(head, s, key_head);
+}
+
+void AttentionHeads::place_next(kernels::AttentionHead& head, const kernels::AttentionHead& before,
+                                const core::AttentionSequence& s, Index key_head) const {
+    head.queries = before.queries;
+    head.keys = before.keys;
+    head.left = before.left;
+    head.right = before.right;
+    head.q.data = behind(before.q.data, q_step_);
+    head.k.table = before.k.table;
+    head.k.data = behind(before.k.data, k_step_);
+    head.v.table = before.v.table;
+    head.v.data = behind(before.v.data, v_step_);
+    if (in_.k_scale) head.k.scale = behind(before.k.scale, head_step(in_.k_scale));
+    if (in_.v_scale) head.v.scale = behind(before.v.scale, head_step(in_.v_scale));
+    if (has_addends_) place_addends(head, s, key_head);
+}
+
+void AttentionHeads::place_addends(kernels::AttentionHead& head, const core::AttentionSequence& s,
+                                   Index key_head) const {
     if (in_.mask) head.mask = plane(in_.mask, s, key_head);
     if (in_.bias) head.bias = plane(in_.bias, s, key_head);
     if (in_.sink) head.sink = head_values(in_.sink, key_head);

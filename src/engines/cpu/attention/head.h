@@ -57,6 +57,10 @@ class AttentionHeads {
     void place(kernels::AttentionHead& head, const core::AttentionSequence& s, const AttentionOutline& sizes,
                Index key_head) const;
 
+    // The same for the key head after that of `before`.
+    void place_next(kernels::AttentionHead& head, const kernels::AttentionHead& before,
+                    const core::AttentionSequence& s, Index key_head) const;
+
     // A head with the most rows and keys of any: for what depends on sizes alone.
     kernels::AttentionHead largest() const;
 
@@ -72,6 +76,8 @@ class AttentionHeads {
     kernels::Plane plane(const Tensor& t, const core::AttentionSequence& s, Index key_head) const;
 
   private:
+    // Mask, bias, sink and slopes.
+    void place_addends(kernels::AttentionHead& head, const core::AttentionSequence& s, Index key_head) const;
     // Where k or v of a sequence's head begins, and its scales.
     void place(kernels::KeyRows& rows, const Tensor& t, const Tensor& scale, const core::AttentionSequence& s,
                Index key_head) const;
@@ -80,6 +86,8 @@ class AttentionHeads {
     const core::AttentionOptions& options_;
     kernels::AttentionHead common_;  // what all heads have: a call of many short sequences makes one after the other
     bool decode_bf16_products_;
+    Index q_step_, k_step_, v_step_;  // bytes from a key head to the next
+    bool has_addends_;
     static constexpr Index unbounded = Index{1} << 60;  // farther than any key; small enough to be added to positions
     bool ends_meet_;      // on the diagonal the last query has the last key, else the first the first
     Index left_, right_;  // from the diagonal to the first and the last key that a query sees
