@@ -206,22 +206,34 @@ class ChannelFold : ChannelGates {
         store_writes(m, splat(1.0F), load(d_.left + (f_.n - 1) * W));
     }
 
-    // The same, and B of pairs of rows: e^−G_j k_j.
+    // The same, and B of pairs of rows: e^−G_j k_j. What lies behind `this` is in locals: a vector that is stored may
+    // change everything else.
     void fold_mild_rows(Index m) {
+        const bool reads = head_.reads(), erases = head_.erases(), raw = gates_.g_rest != nullptr;
+        const bool before_decay = before_decay_;
+        const Index n = f_.n, row = keys_.row, gate_row = gates_.row, operand_row = f_.row, left_row = left_row_;
+        const float *g = gates_.g + m, *g_rest = raw ? gates_.g_rest + m : nullptr, *beta = gates_.beta;
+        const float *q = keys_.q + m, *k = keys_.k + m, *p = keys_.p + m;
+        Element<P>*read = f_.read + m / P::depth, *erase = f_.erase + m / P::depth, *pair = s_.k + m / P::depth;
+        const Index panel_row = panel_step(m);
+        float *left = f_.left == nullptr ? nullptr : in_panels(f_.left, n, m),
+              *right = left == nullptr ? nullptr : in_panels(f_.right, n, m), *growth = d_.right;
         const F scale = splat(head_.scale);
         GateSum sum;
         F decay = splat(1.0F);
-        for (Index i = 0; i < f_.n; ++i) {
-            sum.add(gate(i, m), rest(i, m));
+        for (Index i = 0; i < n; ++i) {
+            sum.add(load(g + i * gate_row), raw ? load(g_rest + i * gate_row) : splat(0.0F));
             const Exponentials e = sum.both();
-            if (head_.reads()) store_read(i, m, e.of_sum * scale);
-            if (head_.erases()) store_erase(i, m, before_decay_ ? decay : e.of_sum);
-            store(d_.right + i * W, e.of_negative);
-            if (f_.left != nullptr) {
-                store(in_panels(f_.left, f_.n, m) + i * panel_step(m), e.of_sum);
-                store(in_panels(f_.right, f_.n, m) + i * panel_step(m), e.of_negative);
+            if (reads) store_a(read + i * operand_row, load(q + i * row) * (e.of_sum * scale), P{});
+            if (erases)
+                store_a(erase + i * operand_row,
+                        load(p + i * row) * (splat(-beta[i]) * (before_decay ? decay : e.of_sum)), P{});
+            store(growth + i * W, e.of_negative);
+            if (left != nullptr) {
+                store(left + i * panel_row, e.of_sum);
+                store(right + i * panel_row, e.of_negative);
             }
-            store_a(s_.k + i * left_row_ + m / P::depth, load(keys_.k + i * keys_.row + m) * e.of_negative, P{});
+            store_a(pair + i * left_row, load(k + i * row) * e.of_negative, P{});
             decay = e.of_sum;
         }
         store_writes(m, decay, decay);
@@ -236,11 +248,14 @@ class ChannelFold : ChannelGates {
     }
     // Decays of the keys from d_.right to the chunk's end, and of the state.
     void store_writes(Index m, F to_end, F state_decay) {
-        const auto write = [&](Index j) {
-            return j < f_.n ? load(keys_.k + j * keys_.row + m) * (load(d_.right + j * W) * to_end) : splat(0.0F);
-        };
-        for (Index j = 0; j < f_.n; j += P::depth)
-            store_neighbours(f_.write_key + j / P::depth * f_.write_row + m, write(j), write(j + 1), P{});
+        const Index n = f_.n, row = keys_.row, write_row = f_.write_row;
+        const float *k = keys_.k + m, *right = d_.right;
+        Element<P>* out = f_.write_key + m;
+        const auto write = [&](Index j) { return load(k + j * row) * (load(right + j * W) * to_end); };
+        Index j = 0;
+        for (; j + P::depth <= n; j += P::depth)
+            store_neighbours(out + j / P::depth * write_row, write(j), write(j + P::depth - 1), P{});
+        if (j < n) store_neighbours(out + j / P::depth * write_row, write(j), splat(0.0F), P{});
         store(f_.state_decay + m, state_decay);
     }
 

@@ -38,21 +38,39 @@ inline void make_row_decays(float scale, Index n, const GateChunk& x) {
     }
 }
 
-// Scores of row i: out_j ← factor·e^(sum − G_j)·pairs_j for j < visible, 0 elsewhere.
+// Scores of a row: out_j ← factor·pairs_j·e^(sum − G_j) for j < visible, 0 elsewhere. exact: the same in f32, or null.
 template <class P>
-SOFTDELTA_INLINE void fold_shared_row(const GateChunk& x, Index n, float sum, float rest, float factor, Index visible,
-                                      const float* pairs, Element<P>* out, float* exact) {
-    for (Index j = 0; j < round_up(n, W); j += W) {
+struct SharedScores {
+    float factor;
+    Index visible;
+    const float* pairs;
+    Element<P>* out;
+    float* exact;
+
+    SOFTDELTA_INLINE void store_from(Index j, F decay) const {
         F score = splat(0.0F);
         if (j < visible) {
             const Mask seen = iota() < splat(static_cast<float>(visible - j));
-            const F own = select(seen, splat(sum), load(x.G + j));  // no exponent is positive
-            const F decay = exp_of_difference(own, splat(rest), load(x.G + j), load(x.G_rest + j));
             score = select(seen, splat(factor) * load(pairs + j) * decay, splat(0.0F));
         }
         store_a(out + j / P::depth, score, P{});
         if constexpr (P::depth == 2)
             if (exact != nullptr) store(exact + j, score);
+    }
+};
+
+// The decays of a row whose gates sum up to `sum` + rest, to one or two rows of scores; no exponent is positive.
+template <class P, class... Scores>
+SOFTDELTA_INLINE void fold_shared_row(const float* G, const float* G_rest, Index n, float sum, float rest,
+                                      Index visible, const Scores&... scores) {
+    for (Index j = 0; j < round_up(n, W); j += W) {
+        F decay = splat(0.0F);
+        if (j < visible) {
+            const Mask seen = iota() < splat(static_cast<float>(visible - j));
+            const F own = select(seen, splat(sum), load(G + j));
+            decay = exp_of_difference(own, splat(rest), load(G + j), load(G_rest + j));
+        }
+        (scores.store_from(j, decay), ...);
     }
 }
 
@@ -77,29 +95,33 @@ void fold_shared_gate(const DeltaHeads& head, const KeyChunk<P>& keys, const Gat
     const Index n = f.n, columns = round_up(head.key_size, W);
     sum_gates(n, x);
     make_row_decays(head.scale, n, x);
-    for (Index i = 0; i < n; ++i) {
-        if (head.reads()) {
-            Element<P>* read = f.read + i * f.row;
-            const F decay = splat(x.read_decay[i]);
-            for (Index m = 0; m < columns; m += W)
-                store_a(read + m / P::depth, load(keys.q + i * keys.row + m) * decay, P{});
-            fold_shared_row<P>(x, n, x.G[i], x.G_rest[i], head.scale, i + 1, keys.qk + i * keys.pair_row,
-                               read + f.key_depth, nullptr);
-        }
-        if (!head.erases()) continue;
-        Element<P>* erase = f.erase + i * f.row;
-        const F erase_decay = splat(x.erase_decay[i]);
-        for (Index m = 0; m < columns; m += W)
-            store_a(erase + m / P::depth, load(keys.p + i * keys.row + m) * erase_decay, P{});
-        fold_shared_row<P>(x, n, x.E[i], x.E_rest[i], -x.beta[i], i, keys.pk + i * keys.pair_row, erase + f.key_depth,
-                           f.erase_score + i * f.erase_score_row);
-    }
-    const auto write_row = [&](Index i, Index m) {
-        return i < n ? load(keys.k + i * keys.row + m) * splat(x.write_decay[i]) : splat(0.0F);
+    const auto fold_keys = [columns](const float* from, F decay, Element<P>* out) {
+        for (Index m = 0; m < columns; m += W) store_a(out + m / P::depth, load(from + m) * decay, P{});
     };
-    for (Index i = 0; i < n; i += P::depth)
+    const float *G = x.G, *G_rest = x.G_rest;
+    for (Index i = 0; i < n; ++i) {
+        Element<P>*read = f.read + i * f.row, *erase = f.erase + i * f.row;
+        const SharedScores<P> reads{head.scale, i + 1, keys.qk + i * keys.pair_row, read + f.key_depth, nullptr};
+        const SharedScores<P> erases{-x.beta[i], i, keys.pk + i * keys.pair_row, erase + f.key_depth,
+                                     f.erase_score + i * f.erase_score_row};
+        if (head.reads()) fold_keys(keys.q + i * keys.row, splat(x.read_decay[i]), read);
+        if (head.erases()) fold_keys(keys.p + i * keys.row, splat(x.erase_decay[i]), erase);
+        if (head.reads() && head.erases() && !x.exclusive) {  // what reads and what erases have decayed alike
+            fold_shared_row<P>(G, G_rest, n, G[i], G_rest[i], i + 1, reads, erases);
+            continue;
+        }
+        if (head.reads()) fold_shared_row<P>(G, G_rest, n, G[i], G_rest[i], i + 1, reads);
+        if (head.erases()) fold_shared_row<P>(G, G_rest, n, x.E[i], x.E_rest[i], i, erases);
+    }
+    for (Index i = 0; i < n; i += P::depth) {
+        const bool pair = i + 1 < n;
+        const float *k = keys.k + i * keys.row, *next = pair ? k + keys.row : k;
+        const F decay = splat(x.write_decay[i]), next_decay = splat(pair ? x.write_decay[i + 1] : 0.0F);
+        Element<P>* out = f.write_key + i / P::depth * f.write_row;
         for (Index m = 0; m < columns; m += W)
-            store_neighbours(f.write_key + i / P::depth * f.write_row + m, write_row(i, m), write_row(i + 1, m), P{});
+            store_neighbours(out + m, load(k + m) * decay,
+                             P::depth == 2 && pair ? load(next + m) * next_decay : splat(0.0F), P{});
+    }
     const F state_decay = exp_of_sum(splat(x.G[n - 1]), splat(x.G_rest[n - 1]));
     for (Index m = 0; m < columns; m += W) store(f.state_decay + m, state_decay);
 }

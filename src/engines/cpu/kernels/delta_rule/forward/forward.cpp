@@ -59,7 +59,9 @@ class ForwardPass {
     void run_chunk(const Tokens& at, Index n, const DeltaOutput& out) {
         if (tile_fold_.fits(at.n, n, prepared_.gates()) && run_by_tiles(at, n, out)) return;
         load_key_head(at);
-        Prefetch ahead = next_work(at);
+        Prefetch ahead;
+        ahead.add(out.o, {at.head, at.begin, n}, heads_.value_size);
+        add_next_work(at, ahead);
         prepared_.fold(0, n, folded_);
         folded_.prepare_write(heads_.key_size);
         chunk_.run({at.head, at.begin, n}, folded_, prepared_.beta(0), chunk_.all_columns(), states_.head(at.head), out,
@@ -72,7 +74,8 @@ class ForwardPass {
         const bool done = tile_fold_.run(first, prepared_.gates(), loaded_by_tiles_ == n, tiles_);
         loaded_by_tiles_ = done ? n : 0;
         if (!done) return false;
-        Prefetch ahead = next_work(at);
+        Prefetch ahead;
+        add_next_work(at, ahead);
         ahead.add(out.o, next_tokens(at), heads_.value_size);
         chunk_.run_tiles(first, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead, n == at.n);
         return true;
@@ -89,15 +92,13 @@ class ForwardPass {
         if (at.head + 1 < heads_.heads()) return {at.head + 1, at.begin, at.n};
         return {0, begin, min(sizes_.rows, heads_.tokens - begin)};
     }
-    Prefetch next_work(const Tokens& at) const {
+    void add_next_work(const Tokens& at, Prefetch& ahead) const {
         const Tokens next = next_tokens(at);
-        Prefetch ahead;
         if (next.head % heads_.group == 0)
             for (const DeltaRows* t : {&heads_.q, &heads_.k, &heads_.p})
                 ahead.add(*t, {next.head / heads_.group, next.begin, next.n}, heads_.key_size);
         ahead.add(heads_.v, next, heads_.value_size);
         if (heads_.has_channel_gate()) ahead.add(heads_.g, next, heads_.key_size);
-        return ahead;
     }
 
     const DeltaHeads& heads_;
