@@ -107,6 +107,17 @@ class BackwardPass {
         ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
         return ahead;
     }
+    // Where gradients are stored once a chunk of a value head is done.
+    SpreadPrefetch results_of(const Tokens& at) const {
+        SpreadPrefetch ahead;
+        ahead.memory.add(grad_.dv, at, heads_.value_size);
+        if (heads_.has_channel_gate()) ahead.memory.add(grad_.dg, at, heads_.key_size);
+        if (is_last_of_group(at.head))
+            for (const DeltaRows* t : {&grad_.dq, &grad_.dk, &grad_.dp})
+                ahead.memory.add(*t, {at.head / heads_.group, at.begin, at.n}, heads_.key_size);
+        ahead.spread_over(tiles(at.n, heads_.value_size) + tiles(heads_.key_size, heads_.value_size));
+        return ahead;
+    }
     SpreadPrefetch next_of_sweep(Index chunk, Index h) const {
         if (chunk >= chunks(begin_)) return {};
         return with_saved(tokens_of(chunk, h), saved(chunk, h), rows_of(writing_, chunk, h));
@@ -234,12 +245,12 @@ class BackwardPass {
         const StateOnly dstate = dstates_.head(at.head);
         const bool first = is_first_of_group(at.head);
         const ChunkGradients<P> d = chunk_.begin(first);
-        SpreadPrefetch saved;  // within a segment states stay in cache
-        if (!is_kept_) saved = with_saved(at, save);
+        SpreadPrefetch ahead = results_of(at);
+        if (!is_kept_) ahead = with_saved(at, save, ahead);  // within a segment states stay in cache
         prepared_.fold(0, at.n, current_.folded);
         chunk_.rows.load_output(at, d);
         transpose_state(K, V, dstate, d.dstate);
-        scan_backward(heads_.erases(), reversed_.of(current_.folded), K, dstate, d, saved);
+        scan_backward(heads_.erases(), reversed_.of(current_.folded), K, dstate, d, ahead);
         chunk_.finish(at, first, current_, save, d, next_);
     }
 

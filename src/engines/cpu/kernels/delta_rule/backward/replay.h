@@ -107,9 +107,14 @@ class Replay {
 
     // Of a transposed state.
     float largest(const float* state) const {
-        F most = splat(0.0F);
-        for (Index i = 0; i < columns_ * heads_.value_size; i += W) most = max(abs(load(state + i)), most);
-        return maximum(most);
+        constexpr Index chains = 4;
+        const Index n = columns_ * heads_.value_size;
+        F most[chains] = {splat(0.0F), splat(0.0F), splat(0.0F), splat(0.0F)};
+        Index i = 0;
+        for (; i + chains * W <= n; i += chains * W)
+            for (Index c = 0; c < chains; ++c) most[c] = max(abs(load(state + i + c * W)), most[c]);
+        for (; i < n; i += W) most[0] = max(abs(load(state + i)), most[0]);
+        return maximum(max(max(most[0], most[1]), max(most[2], most[3])));
     }
     float largest_decay() const {
         float most = 0;
