@@ -1,7 +1,6 @@
 // The plugin's door and the engine's row.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "engines/cuda/attention/passes.h"
@@ -64,15 +63,6 @@ std::string refuse_delta(const Call& call) {
     if (reason.empty()) reason = refuse_heads("v", call.in.v);
     if (reason.empty() && call.in.q.shape[3] > most)
         reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
-    const core::Rule& rule = call.options.rule;
-    if (reason.empty() && rule.has_channel_gate() && (rule.own_p || rule.erase != core::Erase::from_decayed_state))
-        reason = "rule: on a GPU a gate per channel goes with erasing along k, from the decayed state";
-    const auto has_its_facts = [&](const core::Rule& row) {
-        return row.gate == rule.gate && row.erase == rule.erase && row.own_p == rule.own_p;
-    };
-    if (reason.empty() && std::none_of(core::rules.begin(), core::rules.end(), has_its_facts))
-        reason = "rule: on a GPU its facts are those of a rule with a name";
-    if (reason.empty() && call.options.steps > 1) reason = "steps: more than 1 on a GPU";
     return reason;
 }
 

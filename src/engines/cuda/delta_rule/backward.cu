@@ -140,9 +140,7 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
     if (split && (options.rule.gate == core::Gate::channel ||
                   card_of(in.q.device).shared_bytes < split_gradients_shared_bytes(delta_call(in, options))))
         return false;
-    if (options.rule.gate == core::Gate::channel &&
-        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state || in.q.shape[2] != in.v.shape[2]))
-        return false;
+    if (!chunks_know(options) || (options.rule.has_channel_gate() && in.q.shape[2] != in.v.shape[2])) return false;
     for (const core::Tensor* t : {&in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &grad.d_o, &grad.dq, &grad.dk, &grad.dp, &grad.dv})

@@ -24,6 +24,7 @@ struct DeltaCall {
     GateViews raw;  // what raw gates are made with
     View initial_state;
     Index tokens = 0;          // T
+    int steps = 1;             // rows of k, v, p and β for each token
     int heads = 0, group = 1;  // HV; value heads of a key head
     bool tiled = false;        // value head hv reads key head hv mod H, and not hv / group
     int key_size = 0, value_size = 0;
@@ -36,6 +37,15 @@ struct DeltaCall {
     int state_row = 2, state_column = 3;  // dimensions of a state: k, v
     float scale = 1;
     double lower_bound = 0;
+
+    // Of a row of k, v, p or β: a token's first decays, and its last is read.
+    __device__ Index token(Index row) const { return steps == 1 ? row : row / steps; }
+    __device__ bool begins_token(Index row) const { return steps == 1 || row % steps == 0; }
+    __device__ bool ends_token(Index row) const { return begins_token(row + 1); }
+    // A sequence of tokens in such rows.
+    __device__ Sequence in_steps(const Sequence& s) const {
+        return {s.batch, s.begin * steps, s.count * steps, s.state};
+    }
 
     __host__ __device__ int key_heads() const { return heads / group; }
     __device__ int key_head(int hv) const { return tiled ? hv % key_heads() : hv / group; }
@@ -50,6 +60,7 @@ inline DeltaCall delta_call(const core::DeltaInputs& in, const core::DeltaOption
     c.g = view_of(in.g), c.g_gamma = view_of(in.g_gamma), c.beta = view_of(in.beta);
     c.raw = views_of(core::gate_parameters(in)), c.initial_state = view_of(in.initial_state);
     c.tokens = in.q.shape[1];
+    c.steps = options.steps;
     c.heads = static_cast<int>(in.v.shape[2]);
     c.group = static_cast<int>(in.v.shape[2] / in.q.shape[2]);
     c.tiled = options.head_order == core::HeadOrder::tiled;

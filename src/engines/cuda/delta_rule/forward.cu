@@ -1,4 +1,5 @@
 // A call in chunks: every chunk is folded, in any order; then heads are scanned.
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -59,13 +60,20 @@ KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, Memor
 
 }  // namespace
 
+bool chunks_know(const core::DeltaOptions& options) {
+    const core::Rule& rule = options.rule;
+    if (options.steps > 1) return false;
+    if (rule.has_channel_gate()) return !rule.own_p && rule.erase == core::Erase::from_decayed_state;
+    return std::any_of(core::rules.begin(), core::rules.end(), [&](const core::Rule& row) {
+        return row.gate == rule.gate && row.erase == rule.erase && row.own_p == rule.own_p;
+    });
+}
+
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out) {
     const core::DType type = in.q.dtype;
     if (type != core::DType::bf16 && type != core::DType::f16 && type != core::DType::f32) return false;
     if (type == core::DType::f32 && options.rule.gate == core::Gate::channel) return false;
-    if (options.rule.gate == core::Gate::channel &&
-        (options.rule.own_p || options.rule.erase != core::Erase::from_decayed_state))
-        return false;
+    if (!chunks_know(options)) return false;
     for (const core::Tensor* t : {&in.k, &in.p, &in.v, &out.o})
         if (*t && t->dtype != type) return false;
     for (const core::Tensor* t : {&in.q, &in.k, &in.p, &in.v, &out.o})

@@ -11,6 +11,9 @@
 
 namespace softdelta::cuda {
 
+// Rules that the chunk kernels know: the others go token by token.
+bool chunks_know(const core::DeltaOptions& options);
+
 // Whether the chunk kernels take a call: layouts, types and sizes alone decide.
 bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::DeltaOutputs& out);
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,

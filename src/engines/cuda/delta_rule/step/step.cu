@@ -354,7 +354,7 @@ Index few_tokens(const core::DeltaInputs& in) {
 
 void step_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
                   const core::DeltaOutputs& out, const TokenRange& taken) {
-    if (has_f32(in)) return tokens_forward(in, options, execution, out, taken);
+    if (has_f32(in) || options.steps > 1) return tokens_forward(in, options, execution, out, taken);
     const OnDevice device(in.q.device);
     const DeltaCall call = delta_call(in, options);
     const TokenOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states)};

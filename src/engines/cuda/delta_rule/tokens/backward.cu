@@ -33,10 +33,14 @@ __global__ void __launch_bounds__(S::threads, 2)
 __device__ Index own_warp() {
     return Index(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
 }
-// The batch row of a row of [B·T].
-__device__ Sequence batch_row(const DeltaCall& call, Index row) {
-    return {row / call.tokens, 0, call.tokens, -1};
-}
+// A row of [B·T·steps]: its batch row, and where it lies there.
+struct RowOfCall {
+    Sequence sequence;
+    Index t;
+
+    __device__ RowOfCall(const DeltaCall& call, Index row)
+        : sequence{row / (call.tokens * call.steps), 0, call.tokens, -1}, t(row % (call.tokens * call.steps)) {}
+};
 
 __global__ void __launch_bounds__(threads)
     unfold_keys_kernel(const __grid_constant__ DeltaCall call, const __grid_constant__ GradientViews grad,
@@ -45,8 +49,10 @@ __global__ void __launch_bounds__(threads)
     const Index unit = own_warp(), row = unit / (3 * key_heads);
     const int head = static_cast<int>(unit / 3 % key_heads);
     if (row >= memory.rows) return;
-    TokenUnfold{call, grad, memory}.keys(static_cast<int>(unit % 3), batch_row(call, row), row % call.tokens, head,
-                                         call.group,
+    const int kind = static_cast<int>(unit % 3);
+    const RowOfCall at(call, row);
+    if (kind == 0 && !call.ends_token(at.t)) return;
+    TokenUnfold{call, grad, memory}.keys(kind, at.sequence, kind == 0 ? call.token(at.t) : at.t, head, call.group,
                                          [&](int i) { return row * call.heads + call.value_head(head, i); });
 }
 
@@ -55,8 +61,8 @@ __global__ void __launch_bounds__(threads)
                          const __grid_constant__ GradientMemory memory) {
     const Index unit = own_warp(), row = unit / call.heads;
     if (row >= memory.rows) return;
-    TokenUnfold{call, grad, memory}.values(batch_row(call, row), row % call.tokens, static_cast<int>(unit % call.heads),
-                                           unit);
+    const RowOfCall at(call, row);
+    TokenUnfold{call, grad, memory}.values(at.sequence, at.t, static_cast<int>(unit % call.heads), unit);
 }
 
 __global__ void __launch_bounds__(threads)
@@ -67,7 +73,7 @@ __global__ void __launch_bounds__(threads)
     const Index first = static_cast<Index>(blockIdx.x) / blocks * chunk_rows;
     const int hv = u / memory.channels, channel = u % memory.channels, n = static_cast<int>(blockIdx.z);
     const DeltaSequence s = sequences[n];
-    if (hv >= call.heads || first >= s.count) return;
+    if (hv >= call.heads || first >= s.count * call.steps) return;
     const TokenRows rows = memory.rows_of(call, s, sequences.first + n, sequences.packed, hv);
     TokenUnfold{call, grad, memory}.gates(s, first, hv, channel, rows,
                                           memory.shares + rows.chunk_of(first) * memory.channels + channel,
@@ -114,12 +120,12 @@ __global__ void __launch_bounds__(sum_threads)
 GradientMemory gradient_memory(const DeltaCall& call, const core::DeltaInputs& in, const core::DeltaGradients& grad,
                                MemoryParts& parts) {
     GradientMemory m;
-    const Index batch = in.q.shape[0], heads = call.heads;
-    m.rows = batch * call.tokens;
+    const Index batch = in.q.shape[0], heads = call.heads, rows = call.tokens * call.steps;
+    m.rows = batch * rows;
     m.heads = call.heads;
     m.slabs = walk_slabs(call);
     m.channels = call.gate == core::Gate::channel ? call.key_size : 1;
-    m.row_slots = call.tokens / chunk_rows + 1;
+    m.row_slots = rows / chunk_rows + 1;
     m.slots = in.cu_seqlens ? m.row_slots + core::sequence_count(in) : batch * m.row_slots;
     m.erased = parts.take<double>(m.rows * heads * call.value_size);
     m.dwritten = parts.take<double>(m.rows * heads * call.value_size);
@@ -127,9 +133,8 @@ GradientMemory gradient_memory(const DeltaCall& call, const core::DeltaInputs& i
     if (!grad.dg && !grad.dg_gamma && !views_of(core::gate_parameters(grad))) return m;
     m.written = parts.take<double>(m.slabs * m.rows * heads * m.channels);
     m.erase = parts.take<double>(m.slabs * m.rows * heads * m.channels);
-    with_walk_shape(call.key_size, [&](auto shape) {
-        m.dstates = parts.take<double>(m.slots * heads * m.slabs * shape.K * shape.slab);
-    });
+    with_walk_shape(
+        call, [&](auto shape) { m.dstates = parts.take<double>(m.slots * heads * m.slabs * shape.K * shape.slab); });
     m.ends = parts.take<double>(m.slabs * m.slots * heads * m.channels);
     m.shares = parts.take<double>(2 * m.slots * heads * m.channels);
     m.shares_bytes = static_cast<std::size_t>(2 * m.slots * heads * m.channels) * sizeof(double);
@@ -165,7 +170,7 @@ void tokens_backward(const core::DeltaInputs& in, const core::DeltaOptions& opti
     if (memory.shares) check(cudaMemsetAsync(memory.shares, 0, memory.shares_bytes, stream), "clearing memory");
     for_each_sequences(in, options, {}, {}, [&](const DeltaSequences& some) {
         launch_walk(call, some, {{}, {}, {}, memory.erased}, stream);
-        with_walk_shape(call.key_size, [&](auto shape) {
+        with_walk_shape(call, [&](auto shape) {
             using S = decltype(shape);
             const Grid grid = walk_grid<S>(call, some, static_cast<int>(sizeof(WalkMemory<S>)));
             launch(walk_back_kernel<S, false>, grid, stream, "the delta rules' walk from the end", call, some, views,
@@ -174,7 +179,8 @@ void tokens_backward(const core::DeltaInputs& in, const core::DeltaOptions& opti
         });
         if (!memory.shares) return;
         const Index blocks = blocks_of(call.heads * memory.channels, threads);
-        launch(unfold_gates_kernel, {{blocks * blocks_of(call.tokens, chunk_rows), 1, some.count}, threads}, stream,
+        launch(unfold_gates_kernel,
+               {{blocks * blocks_of(call.tokens * call.steps, chunk_rows), 1, some.count}, threads}, stream,
                "gradients of gates", call, some, views, memory, static_cast<int>(blocks));
     });
     if (views.dq || views.dk || views.dp)

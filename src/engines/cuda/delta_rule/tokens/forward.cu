@@ -23,13 +23,12 @@ __global__ void __launch_bounds__(S::threads, 2)
 
 int walk_slabs(const DeltaCall& call) {
     int slabs = 0;
-    with_walk_shape(call.key_size,
-                    [&](auto shape) { slabs = static_cast<int>(blocks_of(call.value_size, shape.slab)); });
+    with_walk_shape(call, [&](auto shape) { slabs = static_cast<int>(blocks_of(call.value_size, shape.slab)); });
     return slabs;
 }
 
 void launch_walk(const DeltaCall& call, const DeltaSequences& sequences, const WalkOutputs& out, cudaStream_t stream) {
-    with_walk_shape(call.key_size, [&](auto shape) {
+    with_walk_shape(call, [&](auto shape) {
         using S = decltype(shape);
         launch(walk_kernel<S>, walk_grid<S>(call, sequences, WalkMemory<S>::forward_bytes), stream,
                "the delta rules token by token", call, sequences, out);

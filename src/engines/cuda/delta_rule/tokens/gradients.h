@@ -16,8 +16,8 @@ struct TokenRows {
     __device__ Index chunk_of(Index t) const { return first_chunk + t / chunk_rows * heads; }
 };
 
-// S: states, w = βe: what tokens write, dw: its gradient. Memory [.., heads, ..] of the workspace; rows are those of
-// [B·T], or of a chunk and head alone. "Slots" are chunks of 64 tokens of each sequence.
+// S: states, w = βe: what rows write, dw: its gradient. Memory [.., heads, ..] of the workspace; rows are those of
+// [B·T·steps], or of a chunk and head alone. "Slots" are chunks of 64 rows of each sequence.
 struct GradientMemory {
     double* erased = nullptr;    // [rows, heads, V]        e
     double* dwritten = nullptr;  // [rows, heads, V]        dw
@@ -39,8 +39,9 @@ struct GradientMemory {
 
     // Of a value head of a call's n-th sequence.
     __device__ TokenRows rows_of(const DeltaCall& call, const DeltaSequence& s, Index n, bool packed, int hv) const {
-        return {(s.batch * call.tokens + s.begin) * call.heads + hv,
-                (packed ? s.begin / chunk_rows + n : s.batch * row_slots) * call.heads + hv, call.heads};
+        const Index begin = s.begin * call.steps;
+        return {(s.batch * call.tokens * call.steps + begin) * call.heads + hv,
+                (packed ? begin / chunk_rows + n : s.batch * row_slots) * call.heads + hv, call.heads};
     }
 };
 

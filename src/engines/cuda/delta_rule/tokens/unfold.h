@@ -72,9 +72,9 @@ struct TokenUnfold {
             store(grad.dbeta, s.row(grad.dbeta, t, hv), static_cast<float>(beta_adjoint(call, given, dbeta)));
     }
 
-    // dg of a chunk's tokens [first, first + count), of one channel: from its end backwards,
-    //     dg_t = rowsum(S∘dS)_end + Σ_{s ≥ t} (q∘dq − k∘dk + p∘dp)_s
-    // erasing from the previous state: without p∘dp of token t itself. Shares of the gradients of bias or g_gamma and
+    // dg of a chunk's rows from `first` on, of one channel: from its end backwards,
+    //     dg_t = rowsum(S∘dS)_end + Σ_{s ≥ t} (q∘dq − k∘dk + p∘dp)_s,   t: a token's first row
+    // erasing from the previous state: without p∘dp of row t itself. Shares of the gradients of bias or g_gamma and
     // of A_log, so far apart, where they are wanted.
     __device__ void gates(const Sequence& s, Index first, int hv, int channel, const TokenRows& rows, double* share,
                           Index apart) const {
@@ -85,15 +85,19 @@ struct TokenUnfold {
         GateSweep of{0};
         for (int slab = 0; slab < memory.slabs; ++slab)
             of.dg += memory.ends[(slab * slab_chunks + rows.chunk_of(first)) * memory.channels + channel];
-        for (Index t = min(s.count, first + chunk_rows); t-- > first;) {
+        for (Index row = min(s.count * call.steps, first + chunk_rows); row-- > first;) {
             double written = 0, erased = 0;
             for (int slab = 0; slab < memory.slabs; ++slab) {
-                const Index at = (slab * slab_rows + rows.token(t)) * memory.channels + channel;
+                const Index at = (slab * slab_rows + rows.token(row)) * memory.channels + channel;
                 written += memory.written[at];
                 if (erases) erased += memory.erase[at];
             }
+            if (!call.begins_token(row)) {
+                of.dg += written + erased;
+                continue;
+            }
             const auto place = [&](const View& v) {
-                return s.row(v, t, hv) + (call.gate == core::Gate::channel ? channel * v.stride[3] : 0);
+                return s.row(v, call.token(row), hv) + (call.gate == core::Gate::channel ? channel * v.stride[3] : 0);
             };
             const double dx = of.take(call, head, call.g ? load(call.g, place(call.g)) : 0.0F, dt, written, erased);
             if (call.g && grad.dg) store(grad.dg, place(grad.dg), static_cast<float>(dx));

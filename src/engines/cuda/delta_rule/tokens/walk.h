@@ -19,8 +19,10 @@
 
 namespace softdelta::cuda {
 
-template <int keys, int of_warps = 8>
+// of_steps: a token may have several rows of k, v, p and β.
+template <int keys, int of_warps = 8, bool of_steps = false>
 struct WalkShape {
+    static constexpr bool several = of_steps;
     static constexpr int K = keys, warps = of_warps, threads = 32 * warps, R = 8, C = 4;
     static constexpr int row_groups = K / R, column_groups = 32 / row_groups;
     static constexpr int warp_columns = C * column_groups, slab = warps * warp_columns;
@@ -85,14 +87,20 @@ class Walk {
     }
     __device__ Index state_offset(const View& v) const { return sequence.state * v.stride[0] + hv * v.stride[1]; }
 
-    // --- tokens
+    // --- rows of k, v, p and β: one for each token, or options.steps
 
-    __device__ Index offset(const View& v, Index t, int of_head) const { return sequence.row(v, t, of_head); }
+    __device__ Index token(Index row) const { return S::several ? call.token(row) : row; }
+    __device__ bool begins_token(Index row) const { return !S::several || call.begins_token(row); }
+    __device__ bool ends_token(Index row) const { return !S::several || call.ends_token(row); }
+    __device__ Sequence in_steps() const {
+        if constexpr (S::several) return call.in_steps(sequence);
+        return sequence;
+    }
 
-    // take(first token, how many) for steps of folded tokens in their order, or from the last on.
+    // take(first row, how many) for a few folded rows at a time in their order, or from the last on.
     template <bool reverse, class Values, class Take>
     __device__ void for_each_step(Values& values, const Take& take) const {
-        const Index steps = (sequence.count + S::step - 1) / S::step;
+        const Index steps = (in_steps().count + S::step - 1) / S::step;
         const auto first_of = [&](Index n) { return (reverse ? steps - 1 - n : n) * S::step; };
         Given given = load_given(first_of(0));
         values.load(first_of(0));
@@ -103,7 +111,7 @@ class Walk {
             __syncthreads();
             given = load_given(first_of(n + 1));
             values.load(first_of(n + 1));
-            take(first, static_cast<int>(min(sequence.count - first, Index(S::step))));
+            take(first, static_cast<int>(min(in_steps().count - first, Index(S::step))));
             __syncthreads();
         }
     }
@@ -202,21 +210,26 @@ class Walk {
     struct Given {
         float x[S::rounds][S::parts];
         float beta[S::rounds];
+        bool decays[S::rounds];
     };
     __device__ Given load_given(Index first) const {
         Given given{};
         const int kind = warp % 4;
         unrolled<S::rounds>([&](int w) {
             const Index t = first + warp / 4 + S::at_once * w;
-            if (t < 0 || t >= sequence.count) return;
+            if (t < 0 || t >= in_steps().count) return;
             if (kind == 3) {
-                if (call.g) {
+                given.decays[w] = begins_token(t);
+                if (call.g && given.decays[w]) {
                     const bool channel = call.gate == core::Gate::channel;
-                    load_parts(call.g, offset(call.g, t, hv), channel ? call.g.stride[3] : 0, given.x[w]);
+                    load_parts(call.g, sequence.row(call.g, token(t), hv), channel ? call.g.stride[3] : 0, given.x[w]);
                 }
-                given.beta[w] = call.beta ? load(call.beta, offset(call.beta, t, hv)) : 1.0F;
-            } else if (const View& v = kind == 0 ? call.q : kind == 1 ? call.k : call.p; v) {
-                load_parts(v, offset(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
+                given.beta[w] = call.beta ? load(call.beta, in_steps().row(call.beta, t, hv)) : 1.0F;
+            } else if (kind == 0) {
+                if (ends_token(t))
+                    load_parts(call.q, sequence.row(call.q, token(t), call.key_head(hv)), call.q.stride[3], given.x[w]);
+            } else if (const View& v = kind == 1 ? call.k : call.p; v) {
+                load_parts(v, in_steps().row(v, t, call.key_head(hv)), v.stride[3], given.x[w]);
             }
         });
         return given;
@@ -234,7 +247,7 @@ class Walk {
         unrolled<S::rounds>([&](int w) {
             const int i = warp / 4 + S::at_once * w;
             if (kind == 3)
-                fold_gate(given.x[w], given.beta[w], i);
+                fold_gate(given.x[w], given.decays[w], given.beta[w], i);
             else
                 fold_key(given.x[w],
                          kind == 0   ? memory.q[i]
@@ -251,8 +264,8 @@ class Walk {
         }
         unrolled<S::parts>([&](int i) { to[lane + 32 * i] = factor * static_cast<double>(x[i]); });
     }
-    __device__ void fold_gate(const float (&x)[S::parts], float beta, int i) const {
-        if (call.gate == core::Gate::channel) {
+    __device__ void fold_gate(const float (&x)[S::parts], bool decays, float beta, int i) const {
+        if (decays && call.gate == core::Gate::channel) {
             unrolled<S::parts>([&](int n) {
                 const int m = lane + 32 * n;
                 const bool inside = m < call.key_size;
@@ -260,15 +273,16 @@ class Walk {
                 memory.decay[i][m] = inside ? HeadGate::decay(head.gate(call, x[n], dt)) : 1.0;
             });
         } else {
-            const double same = call.gate == core::Gate::none ? 1.0 : HeadGate::decay(head.gate(call, x[0]));
+            const double same = !decays || call.gate == core::Gate::none ? 1.0 : HeadGate::decay(head.gate(call, x[0]));
             unrolled<S::parts>([&](int n) { memory.decay[i][lane + 32 * n] = same; });
         }
         if (lane == 0) memory.beta[i] = exact_beta(call, beta);
     }
 };
 
-// Rows of values of a step's tokens, an element for each thread and round: of a tensor, then of the workspace.
-template <class S, int kinds>
+// Rows of values, an element for each thread and round: of a tensor of k's rows or, of_tokens, of q's, where a token's
+// last row has them; then of the workspace.
+template <class S, int kinds, bool of_tokens>
 struct StepValues {
     static constexpr int rounds = (S::step * S::slab + S::threads - 1) / S::threads;
 
@@ -286,9 +300,13 @@ struct StepValues {
         for_each([&](int n, int i, int j) {
             const Index t = first + i;
             const int column = my.slab * S::slab + j;
-            const bool inside = t >= 0 && t < my.sequence.count && column < my.call.value_size;
-            given[n] =
-                inside && tensor ? cuda::load(tensor, my.offset(tensor, t, my.hv) + column * tensor.stride[3]) : 0.0F;
+            const bool inside = t >= 0 && t < my.in_steps().count && column < my.call.value_size;
+            given[n] = 0;
+            if (inside && tensor && (!of_tokens || my.ends_token(t))) {
+                const Index row =
+                    of_tokens ? my.sequence.row(tensor, my.token(t), my.hv) : my.in_steps().row(tensor, t, my.hv);
+                given[n] = cuda::load(tensor, row + column * tensor.stride[3]);
+            }
             const Index at = my.rows.token(t) * my.call.value_size + column;
             unrolled<kinds - 1>([&](int kind) { x[kind][n] = inside ? saved[kind][at] : 0.0; });
         });
@@ -319,10 +337,10 @@ struct ForwardWalk {
 
     __device__ void run(typename S::State& state) const {
         const bool is_padding = my.sequence.state < 0;
-        StepValues<S, 1> values(my, my.call.v);
+        StepValues<S, 1, false> values(my, my.call.v);
         my.template for_each_step<false>(values, [&](Index first, int tokens) {
             for (int i = 0; i < tokens; ++i) {
-                if (out.states && (first + i) % interval == 0) store_state(first + i, state);
+                if (out.states && my.begins_token(first + i)) store_state(my.token(first + i), state);
                 step(first + i, i, is_padding, state);
             }
         });
@@ -330,6 +348,7 @@ struct ForwardWalk {
 
   private:
     __device__ void store_state(Index t, typename S::State& state) const {
+        if (t % interval != 0) return;
         const View& to = out.states;
         const Index which = my.sequence.first_saved + t / interval;
         my.store_state(to, my.sequence.batch * to.stride[0] + which * to.stride[1] + my.hv * to.stride[2],
@@ -350,10 +369,10 @@ struct ForwardWalk {
             double* to = out.erased + my.rows.token(t) * my.call.value_size;
             my.share_columns(e, [&](int j, double x) { to[j] = x; });
         }
-        if (!out.o) return;
+        if (!out.o || !my.ends_token(t)) return;
         double o[S::C];
         my.multiply(my.memory.q[i], state, o);
-        const Index row = my.offset(out.o, t, my.hv);
+        const Index row = my.sequence.row(out.o, my.token(t), my.hv);
         my.share_columns(o, [&](int j, double x) {
             store(out.o, row + j * out.o.stride[3], is_padding ? 0.0F : static_cast<float>(x));
         });
@@ -375,10 +394,14 @@ __device__ Walk<S> walk_of_block(const DeltaCall& call, const DeltaSequences& se
 
 // [keys] is what a state's rows are filled up to.
 template <class Launch>
-void with_walk_shape(int key_size, const Launch& launch) {
-    if (key_size <= 64)
+void with_walk_shape(const DeltaCall& call, const Launch& launch) {
+    if (call.steps > 1 && call.key_size <= 128)
+        launch(WalkShape<128, 8, true>());
+    else if (call.steps > 1)
+        launch(WalkShape<256, 8, true>());
+    else if (call.key_size <= 64)
         launch(WalkShape<64>());
-    else if (key_size <= 128)
+    else if (call.key_size <= 128)
         launch(WalkShape<128>());
     else
         launch(WalkShape<256>());

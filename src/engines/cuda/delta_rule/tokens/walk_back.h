@@ -24,7 +24,7 @@ struct BackwardWalk {
 
     // dS from the end to the start.
     __device__ void run_back(State& dstate) const {
-        StepValues<S, 2> values(my, d_o, workspace.erased);
+        StepValues<S, 2, true> values(my, d_o, workspace.erased);
         my.template for_each_step<true>(values, [&](Index first, int tokens) {
             for (int i = tokens; i-- > 0;) {
                 if (workspace.dstates && ends_chunk(first + i))
@@ -38,7 +38,7 @@ struct BackwardWalk {
 
     // S from the start to the end, once more.
     __device__ void run_again(State& state) const {
-        StepValues<S, 3> values(my, d_o, workspace.erased, workspace.dwritten);
+        StepValues<S, 3, true> values(my, d_o, workspace.erased, workspace.dwritten);
         my.template for_each_step<false>(values, [&](Index first, int tokens) {
             for (int i = 0; i < tokens; ++i) step_again(i, state);
             const int quantity = my.warp / S::step, i = my.warp % S::step;
@@ -56,7 +56,7 @@ struct BackwardWalk {
     }
 
   private:
-    __device__ bool ends_chunk(Index t) const { return (t + 1) % chunk_rows == 0 || t + 1 == my.sequence.count; }
+    __device__ bool ends_chunk(Index t) const { return (t + 1) % chunk_rows == 0 || t + 1 == my.in_steps().count; }
 
     // --- a token
 
