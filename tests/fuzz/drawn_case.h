@@ -11,6 +11,7 @@
 #include "core/tensor.h"
 #include "io/call/operands.h"
 #include "io/file/case_file.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 
@@ -139,7 +140,7 @@ class DrawnCase {
         add("q", keys), add("k", keys), add("v", values);
         if (packed_) add_lengths("cu_seqlens", T_);
         if (rule.gate != core::Gate::none) add("g", gate);
-        if (rule.own_p) add("p", keys);
+        if (takes(rule, "p")) add("p", keys);
         if (rule.erases()) maybe("beta", heads);
         if (rule.maps_by_number() && one_in(4)) file_.tensors.erase("g"), add("g_gamma", {HV_});
         maybe("initial_state", state), maybe("do", values), maybe("dfinal_state", state), maybe("o", values);

@@ -8,6 +8,7 @@
 
 #include "io/call/operands.h"
 #include "io/file/case_file.h"
+#include "support/takes.h"
 
 namespace softdelta::io {
 
@@ -44,7 +45,7 @@ inline CaseFile delta_case(const std::string& op) {
     const core::Rule& rule = *find_operation(op)->rule;
     if (!rule.gate_optional)
         file.tensors["g"] = zeros(rule.has_channel_gate() ? Shape{B, T, HV, K} : Shape{B, T, HV}, DType::f32);
-    if (rule.own_p) file.tensors["p"] = zeros({B, T, H, K});
+    if (test::takes(rule, "p")) file.tensors["p"] = zeros({B, T, H, K});
     return file;
 }
 

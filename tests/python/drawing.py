@@ -18,12 +18,12 @@ def delta_call(rule, dtype=torch.float32, requires_grad=False, v_first=False, pa
     kind = dict(dtype=dtype, requires_grad=requires_grad)
     call = {"q": draw(B, T, H, K, **kind), "k": draw(B, T, H, K, **kind, scale=K**-0.5), "v": draw(B, T, HV, V, **kind)}
     facts = FACTS.get(rule, rule)
-    if facts.own_p:
+    if "p" in facts.operands:
         call["p"] = draw(B, T, H, K, **kind, scale=K**-0.5)
-    if facts.gate != "none":
+    if "g" in facts.operands:
         shape = (B, T, HV, K) if facts.gate == "channel" else (B, T, HV)
         call["g"] = (-torch.rand(shape, dtype=torch.float64)).to(wide).requires_grad_(requires_grad)
-    if facts.erases != "nothing":
+    if "beta" in facts.operands:
         call["beta"] = torch.rand(B, T, HV, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
     shape = (V, K) if v_first else (K, V)
     call["initial_state"] = draw(N, HV, *shape, dtype=wide, requires_grad=requires_grad)

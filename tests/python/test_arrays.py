@@ -19,11 +19,11 @@ def delta_call(rule, seed=0, B=2, T=9, H=1, HV=2, K=4, V=3):
     call = {"q": r.standard_normal((B, T, H, K)), "k": r.standard_normal((B, T, H, K)) / 2,
             "v": r.standard_normal((B, T, HV, V)), "initial_state": r.standard_normal((B, HV, K, V))}
     facts = FACTS.get(rule, rule)
-    if facts.gate != "none":
+    if "g" in facts.operands:
         call["g"] = -r.random((B, T, HV, K) if facts.gate == "channel" else (B, T, HV))
-    if facts.erases != "nothing":
+    if "beta" in facts.operands:
         call["beta"] = r.random((B, T, HV))
-    if facts.own_p:
+    if "p" in facts.operands:
         call["p"] = r.standard_normal((B, T, H, K)) / 2
     return call
 
@@ -107,7 +107,7 @@ def test_steps_in_place_are_the_sequence(rule):
 
 def test_facts_that_are_none_of_a_rule_are_named():
     call = delta_call("kda")
-    for facts in softdelta.Rule("tokens"), softdelta.Rule(erases="nothing", own_p=True):
+    for facts in softdelta.Rule("tokens"), softdelta.Rule("none", "nothing", True):
         with pytest.raises(ValueError, match="rule is Rule.*, expected a gate of none, head or channel"):
             softdelta.delta_forward(facts, **call)
     with pytest.raises(ValueError, match="p is missing, expected a tensor: rule:channel:previous:p erases along it"):

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "judge/verify.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 
@@ -131,8 +132,9 @@ FastDelta draw_fast_delta(std::uint64_t seed, const std::vector<DType>& only) {
 
 FastDelta draw_delta_for_gradients(std::uint64_t seed) {
     FastDelta call = draw_fast_delta(seed);
-    const bool grows = call.has("positive gate") || call.drawn().rule().own_p || call.has("large initial_state") ||
-                       call.has("extreme raw gate") || (call.has("l2norm") && call.has("zero and tiny keys"));
+    const bool grows = call.has("positive gate") || takes(call.drawn().rule(), "p") ||
+                       call.has("large initial_state") || call.has("extreme raw gate") ||
+                       (call.has("l2norm") && call.has("zero and tiny keys"));
     return grows ? draw_fast_delta(seed, {DType::f32, DType::bf16}) : std::move(call);
 }
 
@@ -156,7 +158,7 @@ FastDelta draw_own_keys_by_tiles(std::uint64_t seed) {
     ranges.dense = ranges.steps = ranges.tiled = true;
     ranges.hard = seed % 3 != 0;
     for (std::uint64_t draw = 1000 * seed;; ++draw)
-        if (RandomDelta call = draw_delta(draw, ranges); call.rule().own_p && call.rule().has_channel_gate())
+        if (RandomDelta call = draw_delta(draw, ranges); takes(call.rule(), "p") && call.rule().has_channel_gate())
             return FastDelta(std::move(call));
 }
 

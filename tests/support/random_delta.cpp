@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "support/decisions.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 
@@ -138,7 +139,7 @@ class Draw : Decisions {
         const Shape shape{batch_, tokens_ * steps(), H_, K_};
         call_.q = filled({batch_, tokens_, H_, K_}, number);
         call_.k = filled(shape, number);
-        if (call_.rule().own_p) call_.p = filled(shape, number);
+        if (takes(call_.rule(), "p")) call_.p = filled(shape, number);
         if (call_.p.view() && steps() > 1 && !call_.options.use_qk_l2norm_in_kernel &&
             note(call_.seed % 2 == 0, "steps that erase nothing"))
             for (Index i = 0; i < call_.p.count(); ++i)
@@ -308,7 +309,7 @@ class Draw : Decisions {
         Random random(call_.seed + 0x4e9ea7);
         const bool long_ones = tokens_ * steps() > 16;
         const bool keys_grow =
-            long_ones && call_.rule().erases() && (call_.rule().own_p || !call_.options.use_qk_l2norm_in_kernel);
+            long_ones && call_.rule().erases() && (takes(call_.rule(), "p") || !call_.options.use_qk_l2norm_in_kernel);
         const auto maybe_repeat = [&](Array& a, bool whole_tokens) {
             if (!a.view() || random() % 8 != 0) return;
             const Array* const of_tokens[] = {&call_.q, &call_.k, &call_.p, &call_.v, &call_.g, &call_.beta};

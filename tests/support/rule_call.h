@@ -14,6 +14,7 @@
 #include "engines/cpu/machine/isa.h"
 #include "engines/reference/reference.h"
 #include "support/random.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 
@@ -89,9 +90,8 @@ class RuleCall {
     // What is differentiated by.
     std::vector<std::string> operands() const {
         std::vector<std::string> names{"q", "k", "v", "initial_state"};
-        if (rule_.erase != Erase::nothing) names.emplace_back("beta");
-        if (rule_.own_p) names.emplace_back("p");
-        if (rule_.gate != Gate::none) names.emplace_back("g");
+        for (const char* name : {"beta", "p", "g"})
+            if (takes(rule_, name)) names.emplace_back(name);
         return names;
     }
 

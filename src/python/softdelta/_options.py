@@ -23,6 +23,12 @@ class Rule(NamedTuple):
     erases: str = "decayed"  # from the decayed state, or the previous one, or nothing
     own_p: bool = False      # along p instead of k
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what it takes beside q, k and v."""
+        taken = {"g": self.gate != "none", "beta": self.erases != "nothing", "p": self.own_p}
+        return tuple(name for name, is_taken in taken.items() if is_taken)
+
     def __str__(self) -> str:
         """The name that case files have for it."""
         along = "" if self.erases == "nothing" and not self.own_p else ":p" if self.own_p else ":k"

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "support/random_delta.h"
+#include "support/takes.h"
 #include "support/teams.h"
 
 namespace softdelta::test {
@@ -155,7 +156,7 @@ RandomDelta make_call(Rule rule, Index tokens, Index K, const std::function<doub
     };
     call.q = normal({1, tokens, 1, K});
     call.k = normal({1, tokens, 1, K});
-    if (call.rule().own_p) call.p = normal({1, tokens, 1, K});
+    if (takes(call.rule(), "p")) call.p = normal({1, tokens, 1, K});
     call.v = normal({1, tokens, 1, K});
     call.d_o = normal({1, tokens, 1, K});
     call.initial_state = normal({1, 1, K, K});

@@ -100,7 +100,7 @@ class Backward {
 
     void run(const Segment& segment, Index tile, double* S) {
         for (Index t = 0; t < segment.count; ++t)
-            steps_.forward_and_keep(K_, token_at(in_, options_, keys_, values_, t, tile), S, S, erased_values_[0]);
+            steps_.forward_and_keep(K_, token_at(in_, keys_, values_, t, tile), S, S, erased_values_[0]);
     }
 
     // The adjoint of one segment of one value head: dstate from its end to its start.
@@ -116,10 +116,9 @@ class Backward {
         const auto erased_state = [this](Index t) { return erased_states_.data() + t * K_ * tile_columns; };
         const auto erased_value = [this](Index t) -> Columns& { return erased_values_[static_cast<std::size_t>(t)]; };
         for (Index t = 0; t < segment.count; ++t)
-            steps_.forward_and_keep(K_, token_at(in_, options_, keys_, values_, t, tile), S, erased_state(t),
-                                    erased_value(t));
+            steps_.forward_and_keep(K_, token_at(in_, keys_, values_, t, tile), S, erased_state(t), erased_value(t));
         for (Index t = segment.count; t-- > 0;)
-            steps_.adjoint(K_, token_at(in_, options_, keys_, values_, t, tile), erased_state(t), erased_value(t),
+            steps_.adjoint(K_, token_at(in_, keys_, values_, t, tile), erased_state(t), erased_value(t),
                            d_o_.data() + t * columns_of(V_) + tile * tile_columns, dS,
                            gradients_at(in_, dkeys_, dvalues_, t, tile));
     }

@@ -181,12 +181,11 @@ Index gate_channels(const DeltaInputs& in, const DeltaOptions& options) {
     return options.rule.gate == core::Gate::channel ? in.q.shape[3] : 1;
 }
 
-Token token_at(const DeltaInputs& in, const DeltaOptions& options, const KeyRows& keys, const ValueRows& values,
-               Index t, Index tile) {
+Token token_at(const DeltaInputs& in, const KeyRows& keys, const ValueRows& values, Index t, Index tile) {
     const Index row = t * in.q.shape[3], v_row = t * columns_of(in.v.shape[3]);
     return {keys.q.data() + row,
             keys.k.data() + row,
-            (options.rule.own_p ? keys.p : keys.k).data() + row,
+            (in.p ? keys.p : keys.k).data() + row,
             values.gate.data() + row,
             values.v.data() + v_row + tile * tile_columns,
             values.beta[static_cast<std::size_t>(t)]};
@@ -234,7 +233,7 @@ void fold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segment
     };
     fold(in.q, options.scale, rows.q, options.steps);
     fold(in.k, 1, rows.k);
-    if (options.rule.own_p) fold(in.p, 1, rows.p);
+    if (in.p) fold(in.p, 1, rows.p);
 }
 
 void unfold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segment& s, Index head, KeyRows& d,
@@ -250,7 +249,7 @@ void unfold_keys(const DeltaInputs& in, const DeltaOptions& options, const Segme
             store_row(dx, dx.offset({s.batch, at, head}), 3, K, row);
         }
     };
-    if (!options.rule.own_p) std::transform(d.k.begin(), d.k.end(), d.p.begin(), d.k.begin(), std::plus<>{});
+    if (!in.p) std::transform(d.k.begin(), d.k.end(), d.p.begin(), d.k.begin(), std::plus<>{});
     unfold(in.q, grad.dq, options.scale, d.q, options.steps);
     unfold(in.k, grad.dk, 1, d.k);
     unfold(in.p, grad.dp, 1, d.p);

@@ -50,8 +50,7 @@ void fold_values(const core::DeltaInputs& in, const core::DeltaOptions& options,
                  ValueRows& rows);
 
 // What token t of the rows means to tile `tile` of the state, and where its gradients are collected.
-Token token_at(const core::DeltaInputs& in, const core::DeltaOptions& options, const KeyRows& keys,
-               const ValueRows& values, Index t, Index tile);
+Token token_at(const core::DeltaInputs& in, const KeyRows& keys, const ValueRows& values, Index t, Index tile);
 TokenGradients gradients_at(const core::DeltaInputs& in, KeyRows& keys, ValueRows& values, Index t, Index tile);
 
 // [B, nT, HV, V] rows of one head into [count, columns], and back; with `steps` [B, T, HV, V], in the rows of last

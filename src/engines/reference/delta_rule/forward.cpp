@@ -83,7 +83,7 @@ class Forward {
             for (Index t = 0; t < segment.count; ++t) {
                 if ((position + t) % interval_ == 0)
                     keep(segment.batch, first_chunk + (position + t) / interval_, head, tile, S);
-                steps_.forward(K, token_at(in_, options_, keys_, values_, t, tile), S,
+                steps_.forward(K, token_at(in_, keys_, values_, t, tile), S,
                                o_.data() + t * columns_of(V) + tile * tile_columns,
                                u_.data() + t * columns_of(V) + tile * tile_columns);
             }

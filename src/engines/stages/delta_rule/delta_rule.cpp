@@ -252,7 +252,7 @@ class BackwardWorker {
             (dscan_.dR.cwiseProduct(c.v)).rowwise().sum() + c.p.cwiseProduct(unfolded_.e_state).rowwise().sum();
         rows(dvalue_.dv) = dscan_.dR.array().colwise() * c.beta.array();
         unfolded_.e_state.array().colwise() *= c.beta.array();
-        rows(call_.options.rule.own_p ? dkey_.dp : dkey_.dk) += unfolded_.e_state;
+        rows(call_.in.p ? dkey_.dp : dkey_.dk) += unfolded_.e_state;
     }
 
     const Call<T>& call_;

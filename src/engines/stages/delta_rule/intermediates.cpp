@@ -85,7 +85,7 @@ Intermediates::Intermediates(const core::DeltaInputs& in, const core::DeltaOptio
     : wanted_(execution.stages),
       chunk_size_(execution.chunk_size),
       first_chunk_(count_intervals_before(in, execution.chunk_size)),
-      own_p_(options.rule.own_p) {
+      has_p_(in.p) {
     const auto exists = [&](const Known& k) { return !k.of_erasing || options.rule.erases(); };
     if (options.steps > 1 && !wanted_.empty())
         throw core::InvalidArgument("stages.wanted: given, expected none where steps is " +
@@ -189,7 +189,7 @@ void Intermediates::report_unfolded(const Place& at, const Piece& piece, const F
     write_rows("dq_state", at, piece, u.dq_state);
     write_rows("dq_intra", at, piece, u.dq_intra);
     Tile<T> dk_state = u.dk_state, dk_intra = u.dk_intra;
-    if (rule.erases && !own_p_) {
+    if (rule.erases && !has_p_) {
         dk_state.array() += u.e_state.array().colwise() * c.beta.array();
         dk_intra.array() += u.e_intra.array().colwise() * c.beta.array();
     }

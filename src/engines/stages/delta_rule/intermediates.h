@@ -52,7 +52,7 @@ class Intermediates {
     const std::vector<core::Stage>& wanted_;
     Index chunk_size_;
     std::vector<Index> first_chunk_;  // [N] of each sequence in [NT]
-    bool own_p_;
+    bool has_p_;
 };
 
 // For sequences packed in one row: how many intervals lie before each sequence. Else 0 for each.

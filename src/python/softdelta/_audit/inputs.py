@@ -126,11 +126,12 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
     if not l2norm:
         drawn["q"] = drawn["q"] if q is not None else unit(drawn["q"])
         drawn["k"] = drawn["k"] if k is not None else unit(drawn["k"]) * draw.uniform(0.6, 1.1, *s.keys[:3], 1)
-    if facts(s.op).own_p:
+    operands = facts(s.op).operands
+    if "p" in operands:
         drawn["p"] = unit(drawn["k"] + 0.3 * draw.normal(*s.keys))
-    if facts(s.op).gate != "none":
+    if "g" in operands:
         drawn["g"] = draw.uniform(-1, 0, *s.gates) if g is None else g
-    if facts(s.op).erases != "nothing":
+    if "beta" in operands:
         drawn["beta"] = draw.uniform(0.1, 1, *s.scalars) if beta is None else beta
     drawn["initial_state"] = draw.normal(*s.states) if state is None else state
     if gradients:

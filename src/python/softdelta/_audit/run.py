@@ -354,7 +354,7 @@ def expect_parameters(op, adapter, name, parameters):
     """Operands of which one could be taken for another are given by name."""
     wanted = {"dplr": ("k", "v", "a", "b"), "gdn2": ("k", "v", "b", "w"), "product": ("num_householder",),
               "lightning": ("layer_idx", "num_layers"), "mamba2": ("chunk_size",)}.get(adapter) or \
-        (("k", "v", "beta", "p") if op != "attention" and facts(op).own_p else ())
+        (("k", "v", "beta", "p") if op != "attention" and "p" in facts(op).operands else ())
     missing = [n for n in wanted if parameters is not None and n not in parameters]
     if missing:
         raise ValueError(f"{name} has parameters {', '.join(parameters)}, expected {', '.join(missing)} among them for {op}")

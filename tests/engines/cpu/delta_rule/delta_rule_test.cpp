@@ -15,6 +15,7 @@
 #include "io/file/core_view.h"
 #include "support/fast_delta.h"
 #include "support/levels.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 namespace {
@@ -72,9 +73,8 @@ TEST(DeltaFast, FactsOfARuleAreTheRule) {
             found = drawn.rule().name == rule.name && !drawn.g.view() == (rule.gate == core::Gate::none);
         }
         RandomDelta drawn = draw_delta(seed, ranges);
-        drawn.options.rule = rule_of({.gate = static_cast<RuleGate>(rule.gate),
-                                      .erases = static_cast<RuleErases>(rule.erase),
-                                      .own_p = rule.own_p});
+        drawn.options.rule =
+            rule_of({static_cast<RuleGate>(rule.gate), static_cast<RuleErases>(rule.erase), takes(rule, "p")});
         const FastDelta by_name(draw_delta(seed, ranges)), by_facts(std::move(drawn));
         const auto expect_same = [&](const FastDelta::Results& named, const FastDelta::Results& facts) {
             for (const auto& [name, result] : named)

@@ -11,6 +11,7 @@
 
 #include "support/fast_delta.h"
 #include "support/levels.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 namespace {
@@ -41,7 +42,7 @@ RandomDelta make_call(Rule rule, Index tokens, double state, const std::function
     const double row = 1 / std::sqrt(static_cast<double>(K));
     call.q = normal({1, tokens, 1, K}, 1), call.k = normal({1, tokens, 1, K}, row);
     call.v = normal({1, tokens, 1, V}, 1);
-    if (call.rule().own_p) call.p = normal({1, tokens, 1, K}, row);
+    if (takes(call.rule(), "p")) call.p = normal({1, tokens, 1, K}, row);
     if (call.rule().erases()) {
         call.beta = Array(DType::f32, {1, tokens, 1});
         for (Index i = 0; i < tokens; ++i) call.beta.set(i, unit(random));

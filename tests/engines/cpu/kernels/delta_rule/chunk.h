@@ -12,6 +12,7 @@
 #include "engines/cpu/kernels/delta_rule/chunk/prepare.h"
 #include "engines/cpu/kernels/tiles.h"
 #include "support/random_delta.h"
+#include "support/takes.h"
 
 namespace softdelta::test {
 
@@ -48,7 +49,7 @@ class Chunk {
         call.sequences = 1;
         call.options.rule = name;
         call.q = normal(type, {1, n, 1, K}, random), call.k = normal(type, {1, n, 1, K}, random);
-        if (rule.own_p) call.p = normal(type, {1, n, 1, K}, random);
+        if (takes(rule, "p")) call.p = normal(type, {1, n, 1, K}, random);
         for (const Array* rows : {&call.q, &call.k, &call.p}) normalise(*rows, K);
         call.v = normal(type, {1, n, 1, V}, random);
         call.d_o = normal(type, {1, n, 1, V}, random);
@@ -155,7 +156,7 @@ class Truth {
     Matrix erase_key() const {
         Matrix x(n(), K());
         const RandomDelta& call = chunk_.call;
-        const Array& p = chunk_.shape.rule.own_p ? call.p : call.k;
+        const Array& p = takes(chunk_.shape.rule, "p") ? call.p : call.k;
         const bool before = chunk_.shape.rule.erase == core::Erase::from_previous_state;
         for (Index i = 0; erases() && i < n(); ++i)
             for (Index m = 0; m < K(); ++m)

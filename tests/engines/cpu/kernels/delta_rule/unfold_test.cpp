@@ -43,10 +43,11 @@ void check_unfold(const ChunkShape& shape) {
     fill(d->derase_score, d->pair_row, truth.erase_score());
     const std::vector<double> decay = truth.state_decay();
     for (Index m = 0; m < K; ++m) d->dstate_decay[m] = static_cast<float>(decay[static_cast<std::size_t>(m)]);
+    const bool has_p = takes(shape.rule, "p");
     if (shape.channel_gate()) {
         ChannelUnfold<P>(heads, prepared->keys(), prepared->gates(), *folded, *d, *channels).run();
     } else {
-        Scratched<UnfoldScratch<P>> scratch(of, shape.rule.own_p);
+        Scratched<UnfoldScratch<P>> scratch(of, has_p);
         SharedUnfold<P>(heads, prepared->keys(), prepared->gates(), n, folded->state_decay, *d, *scratch).run();
     }
 
@@ -55,8 +56,8 @@ void check_unfold(const ChunkShape& shape) {
     const auto dp = [&](Index i, Index m) { return shape.erases() ? chunk.call.beta.get(i) * at(d->de, i, m) : 0; };
     expect_close(truth.result("dq", K), limit, "dq", [&](Index i, Index m) { return at(d->dq, i, m); });
     expect_close(truth.result("dk", K), limit, "dk",
-                 [&](Index i, Index m) { return at(d->dk, i, m) + (shape.rule.own_p ? 0 : dp(i, m)); });
-    if (shape.rule.own_p) expect_close(truth.result("dp", K), limit, "dp", dp);
+                 [&](Index i, Index m) { return at(d->dk, i, m) + (has_p ? 0 : dp(i, m)); });
+    if (has_p) expect_close(truth.result("dp", K), limit, "dp", dp);
     if (shape.gates == Gates::none) return;
     if (shape.channel_gate())
         expect_close(truth.result("dg", K), limit, "dg", [&](Index i, Index m) { return at(d->dg, i, m); });

@@ -21,11 +21,11 @@ struct UnfoldScratch {
     float* decay;                         // [n]
     Index pair_row;
 
-    UnfoldScratch(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch) : pair_row(sizes.pair_row()) {
+    UnfoldScratch(const ChunkSizes<P>& sizes, bool has_p, Scratch& scratch) : pair_row(sizes.pair_row()) {
         const Index size = depth_of<P>(sizes.rows) * round_up(sizes.keys, W);
         q = scratch.take<Element<P>>(size);
         k = scratch.take<Element<P>>(size);
-        p = own_p ? scratch.take<Element<P>>(size) : k;
+        p = has_p ? scratch.take<Element<P>>(size) : k;
         decay = scratch.take<float>(pair_row);
         with_beta = scratch.take<float>(sizes.rows * pair_row);
         for (int i = 0; i < 2; ++i) {
@@ -72,7 +72,7 @@ class SharedUnfold {
     void run() {
         pack_rows_as_b<P>(n_, columns_, keys_.q, keys_.row, s_.q);
         pack_rows_as_b<P>(n_, columns_, keys_.k, keys_.row, s_.k);
-        if (heads_.rule.own_p) pack_rows_as_b<P>(n_, columns_, keys_.p, keys_.row, s_.p);
+        if (keys_.has_p()) pack_rows_as_b<P>(n_, columns_, keys_.p, keys_.row, s_.p);
         for (Index i = 0; i < n_; i += W)
             store(s_.decay + i, splat(0.0F) - exp_of_sum(load(gates_.E + i), load(gates_.E_rest + i)));
         row_terms();

@@ -88,7 +88,7 @@ void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& key
     const Index K = heads.key_size;
     if (heads.reads()) load_key_rows(heads.q, at, K, heads.l2norm, keys.row, keys.q, keys.q_factor);
     load_key_rows(heads.k, at, K, heads.l2norm, keys.row, keys.k, keys.k_factor);
-    if (heads.rule.own_p) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p, keys.p_factor);
+    if (keys.has_p()) load_key_rows(heads.p, at, K, heads.l2norm, keys.row, keys.p, keys.p_factor);
     if (heads.has_channel_gate()) return;
     if (at.n <= few_rows) {
         if (heads.reads())
@@ -106,7 +106,7 @@ void load_keys(const DeltaHeads& heads, const Tokens& at, const KeyChunk<P>& key
     if (heads.reads())
         multiply_pairs<P>(at.n, as_a<P>(keys.q, at.n, keys.row, s.q), left_step, right, keys.qk, keys.pair_row);
     if (!heads.erases()) return;
-    const Element<P>* p = heads.rule.own_p ? as_a<P>(keys.p, at.n, keys.row, s.p) : k;
+    const Element<P>* p = keys.has_p() ? as_a<P>(keys.p, at.n, keys.row, s.p) : k;
     multiply_pairs<P>(at.n, p, left_step, right, keys.pk, keys.pair_row);
 }
 

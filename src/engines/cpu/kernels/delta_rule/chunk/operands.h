@@ -55,17 +55,19 @@ struct KeyChunk {
     float *qk, *pk;                         // [n, n] q kᵀ and p kᵀ for i ≥ j; not with channel gates
     float *q_factor, *k_factor, *p_factor;  // [n] by which l2norm multiplied the rows; else not set
 
-    KeyChunk(const ChunkSizes<P>& sizes, bool own_p, Scratch& scratch)
+    KeyChunk(const ChunkSizes<P>& sizes, const core::Rule& rule, Scratch& scratch)
         : row(sizes.key_row()),
           pair_row(sizes.pair_row()),
           q(scratch.take<float>(sizes.rows * row)),
           k(scratch.take<float>(sizes.rows * row)),
-          p(own_p ? scratch.take<float>(sizes.rows * row) : k),
+          p(rule.own_p ? scratch.take<float>(sizes.rows * row) : k),
           qk(scratch.take<float>(sizes.rows * pair_row)),
           pk(scratch.take<float>(sizes.rows * pair_row)),
           q_factor(scratch.take<float>(sizes.rows)),
           k_factor(scratch.take<float>(sizes.rows)),
-          p_factor(own_p ? scratch.take<float>(sizes.rows) : k_factor) {}
+          p_factor(rule.own_p ? scratch.take<float>(sizes.rows) : k_factor) {}
+
+    bool has_p() const { return p != k; }
 
     // Rows from i on.
     KeyChunk from(Index i) const {

@@ -15,7 +15,7 @@ class Preparation {
     // kept: for what is loaded; with the same memory and heads it is there again.
     Preparation(const DeltaHeads& heads, const ChunkSizes<P>& sizes, Scratch& kept, Scratch& scratch)
         : heads_(&heads),
-          keys_(sizes, heads.rule.own_p, kept),
+          keys_(sizes, heads.rule, kept),
           pairs_(sizes, scratch),
           gates_(sizes, heads.has_channel_gate(), heads.rule.erase == core::Erase::from_previous_state, kept,
                  heads.raw_gate != core::RawGate::none) {}
