@@ -8,6 +8,7 @@
 #include "engines/cpu/kernels/delta_rule/forward/scan.h"
 #include "engines/cpu/kernels/delta_rule/forward/tiles.h"
 #include "engines/cpu/kernels/delta_rule/forward/tokens.h"
+#include "engines/cpu/kernels/delta_rule/forward/walk.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
@@ -30,6 +31,7 @@ class ForwardChunk {
           u_(scratch.take<float>(sizes.rows * columns_)),
           buffer_(scratch.take<float>(columns_)),
           tokens_(heads, sizes, scratch),
+          walk_(heads, sizes, scratch),
           tiles_(heads, columns_, scratch) {}
 
     Range all_columns() const { return {0, columns_}; }
@@ -38,9 +40,7 @@ class ForwardChunk {
     // part: value columns from a multiple of NR on. writes: as in scan.h.
     void run(const Tokens& at, const Folded<P>& folded, const float* beta, Range part, const StatePanels<P>& state,
              const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
-        const Index width = min(part.end, heads_.value_size) - part.begin;
-        const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
-        load_values(at.n, width, v, beta, buffer_, part, state);
+        load_values_of(at, beta, part, state);
         if (fits_tiles(out.o)) {
             const Row first = row_from(out.o, at.head, at.begin, 0);
             scan(heads_.erases(), folded, heads_.key_size, part, state,
@@ -84,14 +84,30 @@ class ForwardChunk {
         store_written(at, part, state, out.u);
     }
 
-    // The same, token by token; the first ones have their results from the chunk form.
+    // A walked chunk: its first `steady` tokens by the walk, the others as in run_tokens().
+    void run_walk(const Tokens& at, Index steady, const Preparation<P>& prepared, Range part,
+                  const StatePanels<P>& state, const DeltaOutput& out, Prefetch& ahead) {
+        const Tokens walked{at.head, at.begin, steady};
+        if (steady > 0) {
+            load_values_of(walked, prepared.beta(0), part, state);
+            walk_.prepare(walked, prepared.keys(), prepared.gates());
+            walk_.run(walked, prepared.keys(), part, state, out.o.data == nullptr ? nullptr : o_, columns_, ahead);
+            store_rows(o_, out.o, walked, part);
+            store_written(walked, part, state, out.u);
+        }
+        if (steady < at.n)
+            run_tokens({at.head, at.begin + steady, at.n - steady}, 0, prepared, part, state, out, steady);
+    }
+
+    // The same, token by token; the first ones have their results from the chunk form. loaded: the first one's place
+    // among those that are prepared.
     void run_tokens(const Tokens& at, Index first, const Preparation<P>& prepared, Range part,
-                    const StatePanels<P>& state, const DeltaOutput& out) {
-        tokens_.load_gates(at.n, prepared.gates());
+                    const StatePanels<P>& state, const DeltaOutput& out, Index loaded = 0) {
+        const KeyChunk<P> keys = prepared.keys().from(loaded);
+        tokens_.load_gates(at.n, prepared.gates().from(loaded, heads_.has_channel_gate()));
         for (Index c = part.begin; c < part.end; c += W) {
             load_columns(state, c, heads_.key_size, tokens_.state());
-            tokens_.advance(at, c, prepared.keys(), prepared.beta(0), o_, out.u.data == nullptr ? nullptr : u_,
-                            columns_);
+            tokens_.advance(at, c, keys, prepared.beta(loaded), o_, out.u.data == nullptr ? nullptr : u_, columns_);
             store_columns(tokens_.state(), c, heads_.key_size, state);
         }
         store_rows(o_, out.o, at, part, first);
@@ -105,6 +121,12 @@ class ForwardChunk {
         constexpr Index long_sequence = 512, place = 4096 / static_cast<Index>(sizeof(float));
         return o.data != nullptr && o.steps == 1 && o.dtype == DType::f32 && o.column == 1 &&
                columns_ == heads_.value_size && (o.row % place != 0 || heads_.tokens < long_sequence);
+    }
+
+    void load_values_of(const Tokens& at, const float* beta, Range part, const StatePanels<P>& state) const {
+        const Index width = min(part.end, heads_.value_size) - part.begin;
+        const auto v = [&](Index i) { return row_from(heads_.v, at.head, at.begin + i, part.begin); };
+        load_values(at.n, width, v, beta, buffer_, part, state);
     }
 
     // U, from the panels.
@@ -140,6 +162,7 @@ class ForwardChunk {
     float *o_, *u_;  // [n, V]
     float* buffer_;  // [V]
     TokenForm<P> tokens_;
+    Walk<P> walk_;
     TileScan<P> tiles_;
 };
 

@@ -49,6 +49,12 @@ class ForwardPass {
     // Steady tokens before others have their results from the chunk form, and the state is left to the token form.
     void run_value_head(const Tokens& at, const DeltaOutput& out) {
         const Index steady = prepared_.load_value_head(at) ? at.n : prepared_.count_steady(0, at.n);
+        if constexpr (P::depth == 1)
+            if (is_walked<P>(heads_)) {
+                load_key_head(at);
+                Prefetch ahead = next_work(at);
+                return chunk_.run_walk(at, steady, prepared_, chunk_.all_columns(), states_.head(at.head), out, ahead);
+            }
         if (steady > 0) run_chunk(at, steady, out);
         if (steady == at.n) return;
         load_key_head(at);

@@ -10,7 +10,7 @@ namespace {
 // A folded chunk of a value head in memory that the fold writes and the scan reads.
 template <class P>
 struct StoredChunk {
-    enum Kind : Index { chunk, by_tiles };
+    enum Kind : Index { chunk, by_tiles, walked };
     Index* kind;
     Index* n;          // of its tokens; what else there is goes token by token
     Scratch operands;  // one of these two:
@@ -71,6 +71,10 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
         Stored stored(heads, memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
         const Tokens own{at.head * heads.group + i, at.begin, at.n};
         *stored.kind = Stored::chunk;
+        if (is_walked<P>(heads)) {
+            *stored.kind = Stored::walked;
+            continue;
+        }
         const Index n = *stored.n = memory.prepared.load_value_head(own) ? at.n : memory.prepared.count_steady(0, at.n);
         if (n == 0) continue;
         if (memory.tile_fold.fits(at.n, n, memory.prepared.gates()) &&
@@ -104,6 +108,13 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
         using Stored = StoredChunk<P>;
         Stored stored(heads, memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
+        if constexpr (P::depth == 1)
+            if (*stored.kind == Stored::walked) {
+                memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
+                const Index n = memory.prepared.load_value_head(at) ? at.n : memory.prepared.count_steady(0, at.n);
+                memory.chunk.run_walk(at, n, memory.prepared, part, state, out, none);
+                continue;
+            }
         const Tokens steady{at.head, at.begin, *stored.n};
         const bool are_all = steady.n == at.n;
         if (*stored.kind == Stored::by_tiles) {
