@@ -80,6 +80,12 @@ def torch_sdpa(*backends):
     return of
 
 
+def repeated(q, k, v, **options):
+    """Torch's, whose kernel of f32 has a key head for each."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
 def torch_varlen():
     """As torch's version spells it."""
     from torch.nn.attention.varlen import varlen_attn
@@ -99,11 +105,11 @@ def attention_varlen(name):
     lengths, (H, Hk, D) = PACKED[name], GQA
     bounds, most, total = bounds_of(lengths), max(lengths), sum(lengths)
     x, d_o = [normal(total, h, D) for h in (H, Hk, Hk)], normal(total, H, D)
-    row = Row(f"attention varlen causal H32/8 D128 {name}")
+    row = Row(f"attention {name.replace('x', '×')}")
     row.add("ours", lambda q, k, v: sd.flash_attn_varlen_func(q, k, v, bounds, bounds, most, most, causal=True), x, d_o)
     batch = [t.view(len(lengths), most, *t.shape[1:]) for t in (*x, d_o)]
-    row.add("as a batch", lambda q, k, v: sd.flash_attn_func(q, k, v, causal=True), batch[:3], batch[3], lambda o: o.flatten(0, 1))
-    row.add("torch's varlen_attn", lambda q, k, v: torch_varlen()(q, k, v, bounds, most), x, d_o)
+    row.add("batch", lambda q, k, v: sd.flash_attn_func(q, k, v, causal=True), batch[:3], batch[3], lambda o: o.flatten(0, 1))
+    row.add("varlen_attn", lambda q, k, v: torch_varlen()(q, k, v, bounds, most), x, d_o)
     return row
 
 
@@ -114,10 +120,10 @@ def padded_rows():
     mask = torch.full((S, S), least, device="cuda", dtype=torch.bfloat16).triu(1)[None, None].expand(B, 1, S, S).contiguous()
     padded = mask.clone()
     padded[0, :, :7] = least
-    row = Row("SDPA B2 H16 S2048 D128, causal mask of finfo.min; seven padded rows")
-    row.add("ours, seven padded rows", lambda q, k, v: sdpa(q, k, v, padded), x, d_o)
-    row.add("ours without", lambda q, k, v: sdpa(q, k, v, mask), x, d_o)
-    row.add("torch, seven padded rows", lambda q, k, v: sdpa(q, k, v, padded, torch_sdpa("EFFICIENT_ATTENTION")), x, d_o)
+    row = Row("seven padded rows, B2 H16 S2048")
+    row.add("ours", lambda q, k, v: sdpa(q, k, v, padded), x, d_o)
+    row.add("without them", lambda q, k, v: sdpa(q, k, v, mask), x, d_o)
+    row.add("torch", lambda q, k, v: sdpa(q, k, v, padded, torch_sdpa("EFFICIENT_ATTENTION")), x, d_o)
     return row
 
 
@@ -139,7 +145,7 @@ def shared_bias(B, H, by):
     x, d_o = [normal(B, S, H, D) for _ in range(3)], normal(B, S, H, D)
     heads, batch = "heads" in by, "batch" in by
     bias = normal(1 if batch else B, 1 if heads else H, S, S)
-    row = Row(f"bias shared by {' and '.join(by)}, with its gradient, B{B} H{H} S4096 D128")
+    row = Row(f"bias shared by {' and '.join(by)}, B{B} H{H}")
     row.add("ours", sdpa, [*x, bias], d_o)
     row.add("unshared", sdpa, [*x, bias.expand(B, H, S, S).contiguous()], d_o)
     row.add("flex_attention", flex(heads, batch), [*x, bias], d_o)
@@ -149,22 +155,25 @@ def shared_bias(B, H, by):
 def f32_causal(D):
     H, Hk, _ = GQA
     x, d_o = [normal(1, 4096, h, D, dtype=torch.float32) for h in (H, Hk, Hk)], normal(1, 4096, H, D, dtype=torch.float32)
-    row = Row(f"causal f32 B1 H32/8 S4096 D{D}")
+    row = Row(f"f32 causal H32/8 S4096 D{D}")
     options = dict(is_causal=True, enable_gqa=True)
     row.add("ours", functools.partial(sdpa, **options), x, d_o)
-    row.add("torch", functools.partial(sdpa, of=torch.nn.functional.scaled_dot_product_attention, **options), x, d_o)
+    row.add("torch", functools.partial(sdpa, of=repeated, is_causal=True), x, d_o)
     return row
 
 
 def card_attention(kind, D=128):
     B, H, S = (1, 32, 4096) if kind == "causal" else (2, 16, 2048)
     x, d_o = [normal(B, S, H, D) for _ in range(3)], normal(B, S, H, D)
-    row = Row(f"{kind} B{B} H{H} S{S} D{D}")
+    names = {"bias": "bias [B, H, S, S] and its gradient,", "mask": "bias [B, H, S, S],"}
+    row = Row(f"{names.get(kind, kind)} B{B} H{H} S{S} D{D}")
+    options = dict(is_causal=kind == "causal")
     if kind == "bias":
         x.append(normal(B, H, S, S))
-    options = dict(is_causal=kind == "causal")
+    if kind == "mask":
+        options["bias"] = normal(B, H, S, S)
     row.add("ours", functools.partial(sdpa, **options), x, d_o)
-    backend = "EFFICIENT_ATTENTION" if kind == "bias" else "FLASH_ATTENTION"
+    backend = "EFFICIENT_ATTENTION" if kind in ("bias", "mask") else "FLASH_ATTENTION"
     row.add("torch", functools.partial(sdpa, of=torch_sdpa(backend), **options), x, d_o)
     return row
 
@@ -198,7 +207,7 @@ def delta(rule, B, T, H, HV, dtype=torch.bfloat16):
     x = delta_operands(rule, B, T, H, HV, dtype)
     d_o = normal(*x[2].shape, dtype=dtype)
     heads = f"H{H}" if H == HV else f"H{H}/{HV}"
-    row = Row(f"{rule.upper()}{' f32' if dtype == torch.float32 else ''} B{B} T{T} {heads} D128")
+    row = Row(f"{'f32 ' if dtype == torch.float32 else ''}{rule.upper()} B{B} T{T} {heads}")
     row.add("ours", lambda q, k, v, g, beta: OURS[rule](q, k, v, g, beta)[0], x, d_o)
     if H == HV and (peer := fla(rule)):
         row.add("fla", lambda q, k, v, g, beta: peer(q, k, v, g=g, beta=beta)[0], x, d_o)
@@ -210,10 +219,10 @@ def delta_varlen(rule, name):
     bounds, total = bounds_of(lengths), sum(lengths)
     x = delta_operands(rule, 1, total, 32, 32)
     d_o = normal(*x[2].shape)
-    row = Row(f"{rule.upper()} varlen H32 D128 {name}")
+    row = Row(f"{rule.upper()} {name.replace('x', '×')}")
     row.add("ours", lambda q, k, v, g, beta: OURS[rule](q, k, v, g, beta, cu_seqlens=bounds)[0], x, d_o)
     batch = [t.view(len(lengths), lengths[0], *t.shape[2:]) for t in (*x, d_o)]
-    row.add("as a batch", lambda q, k, v, g, beta: OURS[rule](q, k, v, g, beta)[0], batch[:5], batch[5],
+    row.add("batch", lambda q, k, v, g, beta: OURS[rule](q, k, v, g, beta)[0], batch[:5], batch[5],
             lambda o: o.flatten(0, 1)[None])
     if (peer := fla(rule)):
         row.add("fla", lambda q, k, v, g, beta: peer(q, k, v, g=g, beta=beta, cu_seqlens=bounds.long())[0], x, d_o)
@@ -235,6 +244,7 @@ ROWS = {
     "card causal D128": lambda: card_attention("causal"),
     "card causal D64": lambda: card_attention("causal", 64),
     "card full D128": lambda: card_attention("full"),
+    "card mask D128": lambda: card_attention("mask"),
     "card bias D128": lambda: card_attention("bias"),
     "card gdn": lambda: delta("gdn", 8, 4096, 32, 32),
     "card kda": lambda: delta("kda", 8, 4096, 32, 32),
@@ -353,23 +363,22 @@ def compile_share(share, shares):
 
 
 def table(files):
-    """Of rows of JSON: name, ours, each other way with its ratio."""
-    print("| work | ours | beside | ratio |\n|---|---|---|---|")
+    """Of files of --json: ours in ms, and how many times that each other way takes; rows of one name are one."""
+    rows, host = {}, {}
     for file in files:
         with open(file) as text:
             found = json.load(text)
         for name, ways in found["rows"].items():
-            (_, ours), *others = ways.items()
-            for way, ms in others:
-                if isinstance(ms, str) or isinstance(ours, str):
-                    print(f"| {name} | {ours if isinstance(ours, str) else ''} | {way}: {ms} | |")
-                    continue
-                print(f"| {name} | {ours[0]:.3g} / {ours[1]:.3g} | {way} {ms[0]:.3g} / {ms[1]:.3g} | "
-                      f"{ms[0] / ours[0]:.2f} / {ms[1] / ours[1]:.2f} |")
-                name = ""
-        for name, ways in found["host"].items():
-            for way, us in ways.items():
-                print(f"| host, {name}, {way}, µs | {us[0]:.0f} / {us[1]:.0f} | | |")
+            rows.setdefault(name, {}).update(ways)
+        host.update(found["host"])
+    print("| work | ours | others, times that |\n|---|---|---|")
+    for name, ways in rows.items():
+        (_, ours), *others = ways.items()
+        ratios = [f"{way} –" if isinstance(t, str) else f"{way} {t[0] / ours[0]:.2f}/{t[1] / ours[1]:.2f}" for way, t in others]
+        print(f"| {name} | {ours[0]:.3g}/{ours[1]:.3g} | {', '.join(ratios)} |")
+    for name, ways in host.items():
+        (_, ours), *others = ways.items()
+        print(f"| host, {name}: µs | {ours[0]:.0f}/{ours[1]:.0f} | {', '.join(f'{way} {t[1] / ours[1]:.2f}' for way, t in others)} |")
 
 
 def main():
