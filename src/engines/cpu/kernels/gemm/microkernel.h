@@ -28,6 +28,15 @@ SOFTDELTA_INLINE void accumulate_by_tiles(F (&sums)[rows][vectors], MatrixA<P> a
         for (int n = 0; n < vectors; ++n) sums[m][n] = load(c + (m * vectors + n) * W);
 }
 
+// body(0) … body(W − 1), of constants.
+template <class Body>
+SOFTDELTA_INLINE void for_each_lane(const Body& body) {
+    [&]<int... lane>(std::integer_sequence<int, lane...> /*lanes*/) __attribute__((always_inline)) {
+        (body(std::integral_constant<int, lane>{}), ...);
+    }
+    (std::make_integer_sequence<int, static_cast<int>(W)>{});
+}
+
 // sums += A·B over whole vectors of the depth where A lies by rows: every W factors of a row are one load. Returns how
 // far. Of B no more than a row is held, and read again for the next four rows of A: registers are full of sums.
 template <class P, int rows, int vectors>
@@ -55,14 +64,43 @@ SOFTDELTA_INLINE Index accumulate_by_lanes(F (&sums)[rows][vectors], MatrixA<P> 
                         sums[m + i][n] =
                             P::template multiply_add_by_factor<lane>(factors[i], operand[n], sums[m + i][n]);
             };
-            [&]<int... lane>(std::integer_sequence<int, lane...> /*lanes*/) __attribute__((always_inline)) {
-                (step(std::integral_constant<int, lane>{}), ...);
-            }
-            (std::make_integer_sequence<int, static_cast<int>(W)>{});
+            for_each_lane(step);
         }
         b_row += W * vectors * W;
     }
     return k;
+}
+
+// sums += A·B where A lies by columns: factors of W rows are one load.
+template <class P, int rows, int vectors>
+SOFTDELTA_INLINE void accumulate_by_columns(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
+    const auto* column = reinterpret_cast<const float*>(a.data);
+    const auto* b_row = reinterpret_cast<const float*>(b);
+#pragma GCC unroll 4
+    for (Index k = 0; k < depth; ++k, b_row += vectors * W, column = advance_pointer(column, a.step)) {
+        F operand[vectors];
+        keep_loads_below();
+#pragma GCC unroll 2
+        for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + n * W);
+#pragma GCC unroll 3
+        for (int m = 0; m < rows; m += static_cast<int>(W)) {
+            F factors;
+            if (m + W <= rows)
+                factors = load(column + m);
+            else
+                factors = as_floats(load_partial(reinterpret_cast<const std::uint32_t*>(column + m), rows - m));
+            const auto multiply = [&]<int lane>(std::integral_constant<int, lane> /*lane*/)
+                __attribute__((always_inline)) {
+                if (m + lane < rows) {
+#pragma GCC unroll 2
+                    for (int n = 0; n < vectors; ++n)
+                        sums[m + lane][n] =
+                            P::template multiply_add_by_factor<lane>(factors, operand[n], sums[m + lane][n]);
+                }
+            };
+            for_each_lane(multiply);
+        }
+    }
 }
 
 // sums += A·B. padded: behind its rows A has memory for those of a tile. Every third row of A has a pointer, from which
@@ -80,6 +118,7 @@ SOFTDELTA_INLINE void accumulate_product(F (&sums)[rows][vectors], MatrixA<P> a,
             b += done * vectors * W;
             depth -= done;
         }
+        if (a.row == 1) return accumulate_by_columns<P>(sums, a, b, depth);
     }
     constexpr int bases = (rows + 2) / 3;
     const float* a_rows[bases];

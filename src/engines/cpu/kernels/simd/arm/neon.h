@@ -32,7 +32,7 @@ SOFTDELTA_INLINE F fma(F a, F b, F c) {
 }
 
 // A factor of all lanes stands in one lane: a load brings it there alone, where one that repeats it takes a unit for
-// vectors as well. It is written as an instruction, for compilers repeat it.
+// vectors as well. Both are written as instructions: compilers repeat the factor, and copy sums between registers.
 #define SOFTDELTA_LEVEL_HAS_FACTORS
 inline constexpr bool multiplies_by_lane = true;
 SOFTDELTA_INLINE F load_factor(const float* p) {
@@ -42,7 +42,9 @@ SOFTDELTA_INLINE F load_factor(const float* p) {
 }
 template <int lane = 0>
 SOFTDELTA_INLINE F multiply_add_factor(F factors, F b, F c) {
-    return vfmaq_laneq_f32(c, b, factors, lane);
+    float32x4_t sum = c;
+    asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(float32x4_t(b)), "w"(float32x4_t(factors)), "i"(lane));
+    return sum;
 }
 
 // Rounded once: xsimd's steps from an estimate err by an ulp more.
