@@ -132,6 +132,14 @@ TEST(Where, RowsOfAPeriod) {
                 "only rows 48 to 63 of every 64");
     EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t == 5 || t == 77 || t == 78; })),
                 "rows 5, 77-78, in no pattern");
+    EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t % 2 == 1; })), "only row 1 of every 2 (");
+}
+
+TEST(Where, RowsOfAState) {
+    const std::string text = where(inputs(), "final_state", [](Floats& S) {
+        for (Index h = 0; h < 4; ++h) S.block(0, h).middleRows(8, 8).array() += 1.0f;
+    });
+    EXPECT_SAYS(text, "only rows 8 to 15 (");
 }
 
 // Of an error that all rows have, noise decides which are beyond their limit: that is no race.

@@ -94,6 +94,24 @@ void add_period(const ErrorMap& map, Index period, std::vector<Pattern>& pattern
                         [=](const ErrorRow& r) { return r.row % period >= first && r.row % period <= last; }});
 }
 
+// Rows a to b, and from a on.
+void add_range(const ErrorMap& map, Index chunk, const std::string& chunk_name, std::vector<Pattern>& patterns) {
+    Index first = -1, last = -1;
+    for (const ErrorRow& r : map.rows) {
+        if (!r.wrong()) continue;
+        if (first < 0 || r.row < first) first = r.row;
+        last = std::max(last, r.row);
+    }
+    if (first > 0)
+        patterns.push_back(
+            {"rows from " + std::to_string(first) + " on" +
+                 (chunk > 0 && first % chunk == 0 ? ": what goes from " + chunk_name + " to " + chunk_name : ""),
+             [first](const ErrorRow& r) { return r.row >= first; }});
+    if (last > first)
+        patterns.push_back({"rows " + std::to_string(first) + " to " + std::to_string(last),
+                            [first, last](const ErrorRow& r) { return r.row >= first && r.row <= last; }});
+}
+
 std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::string& chunk_name,
                                   const DeadRows& dead) {
     std::vector<Pattern> patterns;
@@ -105,7 +123,10 @@ std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::s
                                 return first >= 0 && r.row >= first && !dead.has(r);
                             }});
     }
-    if (map.row_name != "tokens" && map.row_name != "queries" && map.row_name != "keys") return patterns;
+    if (map.row_name != "tokens" && map.row_name != "queries" && map.row_name != "keys") {
+        add_range(map, 0, "", patterns);
+        return patterns;
+    }
     patterns.push_back({"the first row of each " + chunk_name + " of " + std::to_string(chunk),
                         [chunk](const ErrorRow& r) { return r.row % chunk == 0; }});
     patterns.push_back({"the last row of each " + chunk_name + " of " + std::to_string(chunk),
@@ -116,20 +137,8 @@ std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::s
         {"the first " + chunk_name + " of each sequence", [chunk](const ErrorRow& r) { return r.row < chunk; }});
     patterns.push_back({"all but the last " + chunk_name + " of each sequence",
                         [chunk](const ErrorRow& r) { return r.row < (r.count - 1) / chunk * chunk; }});
-    for (const Index period : {16, 32, 64, 128}) add_period(map, period, patterns);
-    Index first = -1;
-    for (const ErrorRow& r : map.rows)
-        if (r.wrong() && (first < 0 || r.row < first)) first = r.row;
-    if (first > 0)
-        patterns.push_back({"rows from " + std::to_string(first) + " on" +
-                                (first % chunk == 0 ? ": what goes from " + chunk_name + " to " + chunk_name : ""),
-                            [first](const ErrorRow& r) { return r.row >= first; }});
-    Index last = -1;
-    for (const ErrorRow& r : map.rows)
-        if (r.wrong()) last = std::max(last, r.row);
-    if (last > first)
-        patterns.push_back({"rows " + std::to_string(first) + " to " + std::to_string(last),
-                            [first, last](const ErrorRow& r) { return r.row >= first && r.row <= last; }});
+    for (const Index period : {2, 4, 8, 16, 32, 64, 128}) add_period(map, period, patterns);
+    add_range(map, chunk, chunk_name, patterns);
     return patterns;
 }
 
