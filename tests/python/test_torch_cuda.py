@@ -18,9 +18,6 @@ from torch_calls import FUNCTIONS, RULE, gradients, loss, with_strides_of_0
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or "cuda" not in _native.engines(),
                                 reason="no GPU, or a package without the engine for it")
 
-REFUSED = "chunk_gla",  # a gate per channel, and nothing is erased
-TAKEN = [name for name in FUNCTIONS if name not in REFUSED]
-
 
 def on(call, device, dtype=None):
     """The same operands on another device, as another type."""
@@ -34,7 +31,7 @@ def error(actual, expected):
     return ((actual.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
 
 
-@pytest.mark.parametrize("name", [n for n in TAKEN if n in RULE])
+@pytest.mark.parametrize("name", RULE)
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_results_and_gradients_are_those_of_the_reference(name, dtype, limit):
     draw, run = FUNCTIONS[name]
@@ -48,13 +45,6 @@ def test_results_and_gradients_are_those_of_the_reference(name, dtype, limit):
     by = gradients(exact, loss(expected))
     for n, g in gradients(gpu, loss(actual)).items():
         assert g.is_cuda and error(g, by[n]) < 2 * limit, n
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_gpu_cannot_do_is_refused(name):
-    draw, run = FUNCTIONS[name]
-    with pytest.raises(softdelta.Unsupported):
-        run(on(draw(torch.bfloat16), "cuda"))
 
 
 def test_a_process_forked_after_the_import_has_the_gpu():
@@ -261,7 +251,7 @@ def test_slopes_of_each_batch_row(dtype, limit, size):
 
 @pytest.mark.parametrize("sizes", [{}, dict(sizes=(64, 64), batch=1), dict(sizes=(128, 128), batch=1)])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_operands_with_strides_of_0_are_their_copies(name, dtype, limit, sizes):
     if sizes:
         sizes = sizes | ({"tokens": 150} if name in RULE else {"rows": (130, 150)})
@@ -271,7 +261,7 @@ def test_operands_with_strides_of_0_are_their_copies(name, dtype, limit, sizes):
             assert a.is_cuda and torch.equal(a[~finite], e[~finite]) and error(a[finite], e[finite]) < limit, what
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_jit_traced_computes_its_results(name):
     draw, run = FUNCTIONS[name]
     call = on({n: x.detach() for n, x in draw(torch.bfloat16).items()}, "cuda")

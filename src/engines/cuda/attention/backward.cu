@@ -30,16 +30,17 @@ bool takes_warpgroup_gradients(const AttentionCall& call, const core::AttentionI
            has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
-bool takes_warp_gradients(const AttentionCall& call, const core::AttentionInputs& in,
-                          const core::AttentionGradients& grad) {
-    return takes_warps(call, in.q.device) && call.keys <= most_warpgroup_rows && call.softcap == 0 && !grad.dbias &&
-           has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
-}
-
-// Where nothing shares an element of dbias, kernels of split operands store ds.
-bool takes_split_bias(const core::AttentionInputs& in, const core::Tensor& dbias) {
+// Each element of dbias is a score's own: kernels of warps and of split operands store ds.
+bool has_scores(const core::AttentionInputs& in, const core::Tensor& dbias) {
     return dbias && is_whole(in) && dbias.shape[0] == in.q.shape[0] && dbias.shape[1] == in.q.shape[2] &&
            dbias.shape[2] == in.q.shape[1] && dbias.shape[3] == in.k.shape[1];
+}
+
+bool takes_warp_gradients(const AttentionCall& call, const core::AttentionInputs& in,
+                          const core::AttentionGradients& grad) {
+    return takes_warps(call, in.q.device) && call.keys <= most_warpgroup_rows && call.softcap == 0 &&
+           (!grad.dbias || has_scores(in, grad.dbias)) &&
+           has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
 Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
@@ -223,7 +224,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
     if (warps) for_each([&](const AttentionSequences& s) { launch_warp_gradients(call, s, wanted, stream); });
-    const bool split_bias = split && takes_split_bias(in, grad.dbias);
+    const bool split_bias = split && has_scores(in, grad.dbias);
     if (split) {
         Gradients of = wanted;
         if (!split_bias) of.dbias = View();
@@ -234,7 +235,7 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         launch_gradients(call, s, planes, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
-            if (!bias_by_key && !bias && !split_bias) of_bias.redo_keys = {};
+            if (!bias_by_key && !bias && !split_bias && !warps) of_bias.redo_keys = {};
             launch_bias_gradient(call, s, planes, of_bias, stream);
         }
     });
