@@ -52,7 +52,9 @@ class ForwardPass {
         if constexpr (P::depth == 1)
             if (is_walked<P>(heads_)) {
                 load_key_head(at);
-                Prefetch ahead = next_work(at);
+                Prefetch ahead;
+                ahead.add(out.o, at, heads_.value_size);
+                add_next_work(at, ahead);
                 return chunk_.run_walk(at, steady, prepared_, chunk_.all_columns(), states_.head(at.head), out, ahead);
             }
         if (steady > 0) run_chunk(at, steady, out);
