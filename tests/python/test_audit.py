@@ -122,6 +122,21 @@ def test_models_whose_operands_are_not_the_rules(op):
         assert row.wrong or row.missing, (bug, row)
 
 
+def test_norms_that_a_function_does_not_take():
+    """Rows of 0 stay 0, and a keyword that vanishes among others is not relied on."""
+    from softdelta._audit import run as parts
+    kernel = audit_kernels.kernels("gla")["steps"]
+
+    def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, **ignored):
+        return kernel(q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+                      cu_seqlens=cu_seqlens)
+    here = parts.Here(chunk_gla)
+    call = next(c for c in parts.draw_calls("gla", "fla", 7, torch.bfloat16) if c.name == "stateless")
+    call, _ = parts.fit(call, here.parameters, here.named)
+    row = parts.audit_call(parts.Runner(here, "fla", "cpu", 600), call, "bf16", "all")
+    assert not row.wrong and not row.missing and len(row.findings) > 4, row
+
+
 def test_a_model_under_audit():
     name = "chunks of 32, narrow products, gates summed in float32"
     found = softdelta.audit(audit_kernels.of_model("mamba2")[name], op="mamba2", dtypes="bf16", seed=3, isolate=False, output=False,

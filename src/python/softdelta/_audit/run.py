@@ -169,6 +169,15 @@ def audit_call(runner, call, dtype, require) -> Row:
         return row
 
 
+def normalised(call):
+    """The call with the norms of its rows taken out."""
+    if not call.options.get("use_qk_l2norm_in_kernel"):
+        return call
+    rows = {n: call.tensors[n].double() for n in ("q", "k")}
+    rows = {n: (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(call.tensors[n].dtype) for n, x in rows.items()}
+    return replace(call, tensors={**call.tensors, **rows}, options={**call.options, "use_qk_l2norm_in_kernel": False})
+
+
 def fit(call, parameters, named=()):
     """The call for a function that lacks some of the options: as close as it can be, or None; and what is lacking."""
     if call.options.get("use_gate_in_kernel"):
@@ -178,6 +187,8 @@ def fit(call, parameters, named=()):
             beta = call.tensors["beta"]
             call = replace(call, tensors={**call.tensors, "beta": beta.double().sigmoid().to(beta.dtype)},
                            options={n: x for n, x in call.options.items() if n != "use_beta_sigmoid_in_kernel"})
+    if parameters is None and facts(call.op).erases == "nothing" and "use_qk_l2norm_in_kernel" not in named:
+        call = normalised(call)  # fla's functions take any keyword, and those of rules that erase nothing ignore it
     if parameters is None or call.signature.extra:
         return call, []
     lacking = [n for n in ("use_qk_l2norm_in_kernel", "initial_state", "cu_seqlens", "scale", "beta", "g")
@@ -188,9 +199,8 @@ def fit(call, parameters, named=()):
         return None, lacking
     tensors, options = dict(call.tensors), dict(call.options)
     if "use_qk_l2norm_in_kernel" not in parameters:
-        if options.pop("use_qk_l2norm_in_kernel", False):
-            for n in "q", "k":
-                tensors[n] = inputs.unit(tensors[n].double()).to(tensors[n].dtype)
+        call = normalised(call)
+        tensors, options = dict(call.tensors), dict(call.options)
     if "initial_state" in lacking:
         tensors.pop("initial_state")
     if "output_final_state" not in parameters:
