@@ -23,7 +23,7 @@ double element(const Tensor& t, std::initializer_list<int64_t> index) {
     return core::load(io::core_view(t), offset);
 }
 
-// d(gate)/d(what the gate is made from) at one token: how noise of dg reaches dg of a raw gate, dA_log and ddt_bias.
+// d(gate)/d(what the gate is made from) at one token: how noise of dg reaches those of a raw gate.
 struct Slopes {
     double raw = 1, A_log = 0;
 };
@@ -32,7 +32,8 @@ Slopes gate_slopes(const io::Call& call, int64_t b, int64_t t, int64_t h, int64_
     const DeltaInputs& in = call.delta;
     if (!call.delta_options.use_gate_in_kernel) return {};
     const double raw = in.g.rank() == 4 ? element(in.g, {b, t, h, channel}) : element(in.g, {b, t, h});
-    const double x = raw + (in.dt_bias ? element(in.dt_bias, {h * channels + channel}) : 0);
+    const Tensor& bias = call.gate_bias();
+    const double x = raw + (bias ? element(bias, {h * channels + channel}) : 0);
     const double a = in.A_log ? std::exp(element(in.A_log, {h})) : 1;
     if (std::isnan(call.delta_options.lower_bound)) return {-a * sigmoid(x), -a * softplus(x)};
     const double slope = call.delta_options.lower_bound * sigmoid(a * x) * sigmoid(-a * x) * a;
@@ -103,7 +104,7 @@ Floor floor_of_gate(const io::Call& call, const Bounds& tokens, const Blocks& ga
     return floor;
 }
 
-// dA_log [HV], ddt_bias [HV·K] or [HV], dg_gamma [HV] are weighted sums of dg over tokens. dg is a reverse cumulative
+// Gradients of a gate's parameters, [HV] or [HV·K], are weighted sums of dg over tokens. dg is a reverse cumulative
 // sum within a chunk, so the noise of row s enters with the sum of the weights of the chunk's rows up to s.
 Floor floor_of_sum(const io::Call& call, const Bounds& tokens, const Case& c, const Blocks& gate, const Terms& terms) {
     const Blocks& sums = c.blocks;

@@ -38,7 +38,7 @@ enum class Mistake {
     q_without_norm,
     value_size_in_delta_scale,
     A_log_without_exp,
-    dt_bias_ignored,
+    gate_bias_ignored,
     initial_state_of_first,
     state_bf16,
     // the gradient of the inverse
@@ -59,7 +59,7 @@ enum class Mistake {
     dg_through_chunks,
     dg_through_sequences,
     dA_log_without_gate,
-    ddt_bias_without_slope,
+    gate_bias_without_slope,
     raw_gate_without_slope,
     dg_without_erase_path,
     dg_forward_sum,

@@ -66,7 +66,7 @@ DeltaInputs64::DeltaInputs64(const io::Call& c)
       beta(c.delta.beta),
       initial_state(c.delta.initial_state),
       A_log(c.delta.A_log),
-      gate_bias(c.delta.dt_bias),
+      gate_bias(c.gate_bias()),
       d_o(in_last_steps(Dense(c.d_o), steps)),
       dfinal_state(c.dfinal_state) {
     const double given = c.delta_options.scale;
@@ -128,7 +128,7 @@ GateValue DeltaInputs64::gate(Index b, Index t, Index hv, Index channel, const M
     if (!g) return {};
     const double given = g.rows(b, t / steps, 1, hv)(0, channel);
     if (!call.delta_options.use_gate_in_kernel) return {given};
-    const bool shifted = gate_bias && !mistakes.has(M::dt_bias_ignored);
+    const bool shifted = gate_bias && !mistakes.has(M::gate_bias_ignored);
     const double x = given + (shifted ? gate_bias[hv * channels() + channel] : 0);
     const double rate = !A_log ? 1 : mistakes.has(M::A_log_without_exp) ? A_log[hv] : std::exp(A_log[hv]);
     const double bound = call.delta_options.lower_bound;

@@ -77,7 +77,7 @@ void DeltaResults::add_gate_gradient(Index b, Index t, Index hv, Index channel, 
     results_.at("dg").rows(b, t / in_.steps, 1, hv)(0, channel) = dx;
     if (in_.A_log) results_.at("dA_log")[hv] += has(M::dA_log_without_gate) ? dg : dg * at.A_slope;
     if (in_.gate_bias)
-        results_.at("ddt_bias")[hv * in_.channels() + channel] += has(M::ddt_bias_without_slope) ? dg : dx;
+        results_.at("ddt_bias")[hv * in_.channels() + channel] += has(M::gate_bias_without_slope) ? dg : dx;
 }
 
 // y = x r: dx = r (dy − y Σ dy∘y)

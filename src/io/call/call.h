@@ -33,6 +33,8 @@ struct Call {
     std::vector<std::string> outputs;        // results the file holds, in the order of output_names
     std::vector<std::string> intermediates;  // tensors named like a stage
     std::vector<std::string> warnings;       // unknown metadata keys and tensors, each a sentence
+
+    const Tensor& gate_bias() const { return delta.dt_bias; }  // of raw gates
 };
 
 // Throws CaseError when the file contradicts itself or asks for what does not exist.

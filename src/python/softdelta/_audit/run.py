@@ -18,7 +18,7 @@ from .checks import REPEATS, AttentionChecks, DeltaChecks, judge_results, of_rul
 from .inputs import facts
 from .process import Here, Isolated, name_of
 from .report import Audit, Check, Row
-from .signatures import SIGNATURES, Signature
+from .signatures import GATE_PARAMETERS, SIGNATURES, Signature
 from .worker import adapter_of, load
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -228,7 +228,7 @@ def smaller(call):
     def cut(b, tokens, h):
         tensors = {n: t[n][b, tokens, :h * heads[n]] for n in rows}
         tensors.update({n: t[n][b, :h * (t["v"].shape[2] // H)] for n in states})
-        tensors.update({n: t[n] for n in ("A", "dt_bias", "A_log") if n in t})
+        tensors.update({n: t[n] for n in GATE_PARAMETERS if n in t})
         return replace(call, tensors={n: x.contiguous() for n, x in tensors.items()})
 
     everything = slice(None)

@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+GATE_PARAMETERS = "A", "dt_bias", "A_log"
+
 
 def parts_of(x):
     """Mean squares over blocks of 64 rows of a head."""
