@@ -42,6 +42,13 @@ SOFTDELTA_INLINE F exp2_for_bf16(F x) {
 }
 #endif
 
+// 1 / x for what is rounded to bf16.
+#if !defined(SOFTDELTA_LEVEL_HAS_RECIPROCAL_FOR_BF16)
+SOFTDELTA_INLINE F reciprocal_for_bf16(F x) {
+    return divide(F(1.0F), x);
+}
+#endif
+
 SOFTDELTA_INLINE F exp(F x) {
     return exp2(x * F(log2_e));
 }

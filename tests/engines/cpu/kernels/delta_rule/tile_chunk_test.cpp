@@ -10,6 +10,11 @@ inline double number(const std::uint32_t* row, Index k) {
     return static_cast<double>(kernels::SOFTDELTA_ISA_NAMESPACE::a_element(row, k, PairProduct{}));
 }
 
+// Where row i of k lies in what is written.
+inline Index written_place(Index i) {
+    return i / two_tiles * two_tiles + kernels::sixteen_bits::place(static_cast<int>(i % two_tiles));
+}
+
 template <class P>
 void check_tile_fold(const ChunkShape& shape) {
     const Chunk chunk(shape, stored_as<P>, 5);
@@ -33,8 +38,9 @@ void check_tile_fold(const ChunkShape& shape) {
         for (Index m = 0; m < K; ++m) {
             ASSERT_NEAR(to_read * number(x->q + i * x->row, m), read(i, m), limit(std::abs(read(i, m)))) << "q";
             ASSERT_NEAR(to_erase * number(x->p + i * x->row, m), -erase(i, m), limit(std::abs(erase(i, m)))) << "p";
-            ASSERT_NEAR(to_write * number(x->written + m * TileChunk::written_row, i), write(i, m),
-                        limit(std::abs(write(i, m))))
+            const double after = shape.channel_gate() ? static_cast<double>(x->state_decay[m]) : 1;
+            ASSERT_NEAR(after * to_write * number(x->written + m * TileChunk::written_row, written_place(i)),
+                        write(i, m), limit(std::abs(write(i, m))))
                 << "written";
         }
         const Index tile = i / tile_size * tile_size;
@@ -67,6 +73,7 @@ inline void pack_tiles(const Chunk& chunk, const Truth& truth, Scratched<TileChu
     const Index n = chunk.shape.n, K = chunk.shape.K;
     const Matrix read = truth.read_query(), write = truth.write_key(), erase = truth.erase_key(), score = truth.score(),
                  erase_score = truth.erase_score();
+    const std::vector<double> decay = truth.state_decay();
     x.set_rows(n);
     for (Index i = 0; i < n; ++i) {
         x.read[i] = x.write[i] = 1, x.erase[i] = -1;
@@ -74,7 +81,8 @@ inline void pack_tiles(const Chunk& chunk, const Truth& truth, Scratched<TileChu
         for (Index m = 0; m < K; ++m) {
             put(x.q + i * x.row, m, read(i, m));
             put(x.p + i * x.row, m, erase(i, m));
-            put(x.written + m * TileChunk::written_row, i, write(i, m));
+            const double after = chunk.shape.channel_gate() ? decay[static_cast<std::size_t>(m)] : 1;
+            put(x.written + m * TileChunk::written_row, written_place(i), write(i, m) / after);
         }
         const Index tile = i / tile_size * tile_size;
         for (Index j = 0; j <= i; ++j) {
@@ -85,7 +93,6 @@ inline void pack_tiles(const Chunk& chunk, const Truth& truth, Scratched<TileChu
                 x.own[i * tile_size + j - tile] = static_cast<float>(-erase_score(i, j));
         }
     }
-    const std::vector<double> decay = truth.state_decay();
     for (Index m = 0; m < K; ++m) x.state_decay[m] = static_cast<float>(decay[static_cast<std::size_t>(m)]);
 }
 
@@ -120,7 +127,7 @@ void check_tile_scan(const ChunkShape& shape) {
         [&](Index i, Index c, Index width, const auto& sums) {
             for (Index m = 0; m < width; m += W) store(o.data() + i * columns + c + m, sums(m));
         },
-        none);
+        none, true, false);
     expect_near(truth.U(), "U", [&](Index i, Index c) {
         const auto panel = panels->panel(c / NR * NR);
         return in_rows<P>(panel.operand_rows, panel.width, i, c % NR);
@@ -130,6 +137,12 @@ void check_tile_scan(const ChunkShape& shape) {
         const auto panel = panels->panel(c / NR * NR);
         return static_cast<double>(panel.state[m * panel.width + c % NR]);
     });
+    for (Index m = 0; m < shape.K; ++m)  // for the next chunk
+        for (Index c = 0; c < columns; ++c) {
+            const auto panel = panels->panel(c / NR * NR);
+            const core::bf16 rounded = core::to_bf16(static_cast<double>(panel.state[m * panel.width + c % NR]));
+            ASSERT_EQ(in_rows<P>(panel.operand, panel.width, m, c % NR), core::to_float(rounded)) << m << ", " << c;
+        }
 }
 
 template <class Test>

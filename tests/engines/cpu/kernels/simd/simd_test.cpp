@@ -95,6 +95,11 @@ TEST(Simd, ExpAndTanhAreAccurate) {
     EXPECT_TRUE(std::isnan(in_first_lane(tanh_of, nan)));
 }
 
+TEST(Simd, ReciprocalsForBf16) {
+    const auto f = [](F x) { return reciprocal_for_bf16(x); };
+    for (float x = 1; x > 0x1p-90F; x *= 0.973F) ASSERT_NEAR(in_first_lane(f, x) * x, 1, 0x1p-13F) << x;
+}
+
 TEST(Simd, FmaRoundsAsItSays) {
     const float x = 1 + 0x1p-12F, exact = 0x1p-24F;  // x² = 1 + 2^-11 + 2^-24
     const float rest = in_first_lane([](F a) { return fma(a, a, splat(-1 - 0x1p-11F)); }, x);
@@ -332,12 +337,28 @@ void check_exponentials_in_16_bits() {
     EXPECT_EQ(one(8), 256);
 }
 
+// Halves go apart in the order of place().
 template <class Tiles>
-void check_tiles() {
-    if constexpr (Tiles::exist) check_exponentials_in_16_bits<Tiles>();
+void check_halves() {
+    std::uint32_t words[2 * W], parts[2][W];
+    for (std::uint32_t i = 0; i < 2 * W; ++i) words[i] = i | (1000 + i) << 16;
+    U first, second;
+    Tiles::separate(load(words), load(words + W), first, second);
+    store(parts[0], first);
+    store(parts[1], second);
+    for (int i = 0; i < 2 * W; ++i) {
+        const int at = kernels::sixteen_bits::place(i);
+        EXPECT_EQ(parts[0][at / 2] >> at % 2 * 16 & 0xffff, static_cast<std::uint32_t>(i));
+        EXPECT_EQ(parts[1][at / 2] >> at % 2 * 16 & 0xffff, static_cast<std::uint32_t>(1000 + i));
+    }
 }
 
-TEST(Simd, ExponentialsIn16Bits) {
+template <class Tiles>
+void check_tiles() {
+    if constexpr (Tiles::exist) check_exponentials_in_16_bits<Tiles>(), check_halves<Tiles>();
+}
+
+TEST(Simd, ExponentialsAndHalvesOf16Bits) {
     check_tiles<MatrixTiles>();
 }
 

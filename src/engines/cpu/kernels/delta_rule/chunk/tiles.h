@@ -4,7 +4,7 @@
 // channel are worked into the rows, factored at the chunk's start.
 //
 //     q, p           [n, K]  A    rows, p is k unless the rule has its own; with gates of a channel q∘e^G, p∘e^E
-//     written        [K, n]  A    kᵀ; with gates of a channel (k∘e^(G_last − G))ᵀ
+//     written        [K, n]  A    kᵀ; with gates of a channel (k∘e^−G)ᵀ; of 32 tokens in the order of separate()
 //     score          [n, n]  A    tril
 //     erase_score    [n, n]  A    −erase_score left of the tiles on the diagonal,
 //     own            [n, 16] f32  and in these
@@ -54,38 +54,24 @@ struct TileChunk {
     void set_rows(Index count) { n = count, rows = round_up(count, two_tiles); }
 };
 
-// Sums 0 to 3 ← A [32, K]·B [K, 16·vectors], two tiles of rows by one or two of columns; steps: of 32 numbers of K.
-//     0 1
-//     2 3
+// C [32, 16·vectors] ← A [32, K]·B [K, 16·vectors], column by column, so that few tiles are in use
+// (gemm/tile_microkernel.h); steps: of 32 numbers of K.
 template <class Tiles, int vectors>
-SOFTDELTA_INLINE void multiply_two_by_two(const std::uint32_t* a, Index a_row, const std::uint32_t* b, Index b_row,
-                                          Index steps) {
-    Tiles::template clear<0>();
-    Tiles::template clear<2>();
-    if constexpr (vectors == 2) {
+SOFTDELTA_INLINE void multiply_two_rows(const std::uint32_t* a, Index a_row, const std::uint32_t* b, Index b_row,
+                                        Index steps, float* c, Index c_row) {
+    for (int n = 0; n < vectors; ++n) {
+        Tiles::template clear<0>();
         Tiles::template clear<1>();
-        Tiles::template clear<3>();
-    }
-    for (Index k = 0; k < steps; ++k, a += tile_size, b += tile_size * b_row) {
-        Tiles::template read<4>(a, a_row);
-        Tiles::template read<6>(b, b_row);
-        Tiles::template multiply_add<0, 4, 6>();
-        if constexpr (vectors == 2) {
-            Tiles::template read<7>(b + tile_size, b_row);
-            Tiles::template multiply_add<1, 4, 7>();
+        for (Index k = 0; k < steps; ++k) {
+            Tiles::template read<3>(b + k * tile_size * b_row + n * W, b_row);
+            Tiles::template read<2>(a + k * tile_size, a_row);
+            Tiles::template multiply_add<0, 2, 3>();
+            Tiles::template read<2>(a + k * tile_size + tile_size * a_row, a_row);
+            Tiles::template multiply_add<1, 2, 3>();
         }
-        Tiles::template read<5>(a + tile_size * a_row, a_row);
-        Tiles::template multiply_add<2, 5, 6>();
-        if constexpr (vectors == 2) Tiles::template multiply_add<3, 5, 7>();
+        Tiles::template write<0>(c + n * W, c_row);
+        Tiles::template write<1>(c + n * W + tile_size * c_row, c_row);
     }
-}
-
-template <class Tiles, int vectors>
-SOFTDELTA_INLINE void store_two_by_two(float* c, Index c_row) {
-    Tiles::template write<0>(c, c_row);
-    if constexpr (vectors == 2) Tiles::template write<1>(c + tile_size, c_row);
-    Tiles::template write<2>(c + tile_size * c_row, c_row);
-    if constexpr (vectors == 2) Tiles::template write<3>(c + tile_size * c_row + tile_size, c_row);
 }
 
 // W numbers of bf16.
@@ -105,7 +91,6 @@ class TileFold {
         k_factor_ = scratch.take<float>(rows);
         p_factor_ = heads.rule.own_p ? scratch.take<float>(rows) : k_factor_;
         k_ = scratch.take<std::uint32_t>(heads.rule.own_p ? rows * TileChunk::row_of(heads.key_size) : 0);
-        decayed_ = scratch.take<float>(rows * two_tiles);
         halves_ = scratch.take<std::uint32_t>(rows * tile_size);
     }
 
@@ -136,7 +121,7 @@ class TileFold {
                     return false;
                 for (Index m = 0; m < x.keys; m += two_tiles)
                     if (!channel)
-                        transpose_keys(m, x);
+                        transpose_keys(m, k + m / 2, x.row, x);
                     else if (k == x.p)
                         fold_channels<false>(rows, gates, m, k, x);
                     else
@@ -195,34 +180,27 @@ class TileFold {
         return true;
     }
 
-    // Words [16, 16] of rows in columns.
-    template <class Word>
-    static SOFTDELTA_INLINE void store_transposed(const Word& word, std::uint32_t* out, Index out_row) {
-        U block[W];
-        for (Index r = 0; r < W; ++r) block[r] = word(r);
-        transpose(block);
-        for (Index r = 0; r < W; ++r) store(out + r * out_row, block[r]);
-    }
-
-    // Channels m … of kᵀ, as B of the pairs of rows and as A of what is written.
-    void transpose_keys(Index m, const TileChunk& x) const {
-        const std::uint32_t* k = x.p + m / 2;
-        for (Index j = 0; j < x.rows; j += W)
-            store_transposed([&](Index r) { return load(k + (j + r) * x.row); }, right_ + m / 2 * largest_chunk + j,
-                             largest_chunk);
-        for (Index j = 0; j < x.rows; j += two_tiles)
-            for (Index c = 0; c < two_tiles; c += W) {
-                const auto pair = [&](Index r) {
-                    const std::uint32_t* from = k + (j + 2 * r) * x.row + c / 2;
-                    return load_u16(reinterpret_cast<const std::uint16_t*>(from)) |
-                           (load_u16(reinterpret_cast<const std::uint16_t*>(from + x.row)) << 16);
-                };
-                store_transposed(pair, x.written + (m + c) * TileChunk::written_row + j / 2, TileChunk::written_row);
+    // 32 channels of kᵀ from rows [n, 32], as B of the pairs of rows and as A of what is written.
+    void transpose_keys(Index m, const std::uint32_t* rows, Index row, const TileChunk& x) const {
+        std::uint32_t* right = right_ + m / 2 * largest_chunk;
+        for (Index j = 0; j < x.rows; j += W) {
+            U block[W];
+            for (Index r = 0; r < W; ++r) block[r] = load(rows + (j + r) * row);
+            transpose(block);
+            for (Index r = 0; r < W; ++r) store(right + r * largest_chunk + j, block[r]);
+        }
+        std::uint32_t* written = x.written + m * TileChunk::written_row;
+        for (Index r = 0; r < W; ++r, right += largest_chunk, written += 2 * TileChunk::written_row)
+            for (Index j = 0; j < x.rows; j += two_tiles) {
+                U even, odd;
+                P::Tiles::separate(load(right + j), load(right + j + W), even, odd);
+                store(written + j / 2, even);
+                store(written + TileChunk::written_row + j / 2, odd);
             }
     }
 
-    // The same with gates of a channel. Their sum in f32 is as exact as it must be here: it is at most mildest_range,
-    // and what it becomes is rounded to bf16.
+    // Rows with gates of a channel. Their sum in f32 is as exact as it must be here: it is at most mildest_range, and
+    // what it becomes is rounded to bf16.
     template <bool own_p>
     void fold_channels(const Tokens& at, const GateChunk& gates, Index m, const std::uint32_t* k,
                        const TileChunk& x) const {
@@ -234,32 +212,26 @@ class TileFold {
             std::uint32_t *q = x.q + i * x.row + m / 2, *p = x.p + i * x.row + m / 2;
             const bool decays = i < x.n && (!own_p || heads_.g.has(at.begin + i));
             const bool reads = !own_p || heads_.q.has(at.begin + i);
+            F erased[vectors], read[vectors], key[vectors];
 #pragma GCC unroll 2
             for (int c = 0; c < vectors; ++c) {
-                const F before = up[c], key = load_half(k + c * W / 2);
-                const F erased = own_p ? load_half(p + c * W / 2) : key;
-                if (decays) sum[c] = fma(load(gates.g + i * gates.row + m + c * W), splat(log2_e), sum[c]);
-                if (!own_p || decays) up[c] = exp2(sum[c]), down[c] = exp2(splat(0.0F) - sum[c]);
-                const F decayed = key * down[c];
-                if (reads) store_bf16(q + c * W / 2, load_half(q + c * W / 2) * up[c]);
-                store_bf16(p + c * W / 2, erased * (own_p && gates.exclusive ? before : up[c]));
-                store_bf16(halves_ + i * tile_size + c * W / 2, decayed);
-                store(decayed_ + i * two_tiles + c * W, decayed);
+                const F before = up[c];
+                if (decays) {
+                    sum[c] = fma(load(gates.g + i * gates.row + m + c * W), splat(log2_e), sum[c]);
+                    up[c] = exp2_for_bf16(sum[c]);
+                    down[c] = reciprocal_for_bf16(up[c]);
+                }
+                key[c] = load_half(k + c * W / 2);
+                erased[c] = (own_p ? load_half(p + c * W / 2) : key[c]) * (own_p && gates.exclusive ? before : up[c]);
+                read[c] = load_half(q + c * W / 2) * up[c];
+                key[c] = key[c] * down[c];
             }
+            if (reads) store_bf16(q, read[0], read[1]);
+            store_bf16(p, erased[0], erased[1]);
+            store_bf16(halves_ + i * tile_size, key[0], key[1]);
         }
-        for (int c = 0; c < vectors; ++c) store(x.state_decay + m + c * W, up[c]);
-        for (Index j = 0; j < x.rows; j += W)
-            store_transposed([&](Index r) { return load(halves_ + (j + r) * tile_size); },
-                             right_ + m / 2 * largest_chunk + j, largest_chunk);
-        for (Index j = 0; j < x.rows; j += two_tiles)
-            for (int c = 0; c < vectors; ++c) {
-                const auto pair = [&](Index r) {
-                    const float* from = decayed_ + (j + 2 * r) * two_tiles + c * W;
-                    return bf16_pairs(load(from) * up[c], load(from + two_tiles) * up[c]);
-                };
-                store_transposed(pair, x.written + (m + c * W) * TileChunk::written_row + j / 2,
-                                 TileChunk::written_row);
-            }
+        for (int c = 0; c < vectors; ++c) store(x.state_decay + m + c * W, exp2(sum[c]));
+        transpose_keys(m, halves_, tile_size, x);
     }
 
     // left [n, K]·kᵀ where rows see columns, and beside the diagonal.
@@ -267,8 +239,8 @@ class TileFold {
         using Tiles = typename P::Tiles;
         for (Index i = 0; i < x.rows; i += two_tiles)
             for (Index j = 0; j <= i; j += two_tiles) {
-                multiply_two_by_two<Tiles, 2>(left + i * x.row, x.row, right_ + j, largest_chunk, x.keys / two_tiles);
-                store_two_by_two<Tiles, 2>(out + i * pair_row + j, pair_row);
+                multiply_two_rows<Tiles, 2>(left + i * x.row, x.row, right_ + j, largest_chunk, x.keys / two_tiles,
+                                            out + i * pair_row + j, pair_row);
             }
     }
 
@@ -387,8 +359,7 @@ class TileFold {
     float* pairs_;                             // [2, n, n] q kᵀ, p kᵀ
     float *q_factor_, *k_factor_, *p_factor_;  // [n]
     std::uint32_t* k_;                         // [n, K] rows of k beside those of p
-    float* decayed_;                           // [n, 32] k∘e^−G of some channels,
-    std::uint32_t* halves_;                    // and in bf16
+    std::uint32_t* halves_;                    // [n, 32] k∘e^−G of some channels
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

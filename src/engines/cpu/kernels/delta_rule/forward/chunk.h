@@ -52,9 +52,9 @@ class ForwardChunk {
         store_written(at, part, state, out.u);
     }
 
-    // The same by matrix tiles.
+    // The same by matrix tiles. is_rounded: the chunk before, too, and wrote.
     void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
-                   const DeltaOutput& out, Prefetch& ahead, bool writes = true) {
+                   const DeltaOutput& out, Prefetch& ahead, bool writes, bool is_rounded) {
         const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
         const auto run_direct = [&](auto in_steps) {  // known when compiled: rules of one step do not ask for each row
             const Row first = row_at(out.o, at.head, in_steps ? 0 : at.begin, 1);
@@ -64,10 +64,13 @@ class ForwardChunk {
                 [&](Index i, Index c, Index width, const auto& sums) {
                     if (in_steps && !out.o.has(at.begin + i)) return;
                     const Index row = in_steps ? (at.begin + i) / out.o.steps : i;
-                    for (Index m = 0; m < width; m += W)
-                        store_bf16(reinterpret_cast<std::uint32_t*>(o + row * out.o.row + c + m), sums(m));
+                    auto* to = reinterpret_cast<std::uint32_t*>(o + row * out.o.row + c);
+                    if (width == NR)  // at once, for a line is read first where only a part of it is written
+                        store_bf16(to, sums(0), sums(W));
+                    else
+                        store_bf16(to, sums(0));
                 },
-                ahead, writes);
+                ahead, writes, is_rounded);
         };
         if (direct && out.o.steps == 1)
             run_direct(std::false_type{});
@@ -79,7 +82,7 @@ class ForwardChunk {
                 [&](Index i, Index c, Index width, const auto& sums) {
                     for (Index m = 0; m < width; m += W) store(o_ + i * columns_ + c + m, sums(m));
                 },
-                ahead, writes);
+                ahead, writes, is_rounded);
         if (!direct) store_rows(o_, out.o, at, part);
         store_written(at, part, state, out.u);
     }

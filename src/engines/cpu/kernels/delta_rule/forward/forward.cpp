@@ -19,11 +19,13 @@ class ForwardPass {
           states_(sizes_, heads.heads(), scratch),
           chunk_(heads, sizes_, scratch),
           tile_fold_(heads, scratch),
-          tiles_(tile_fold_.is_used() ? heads.key_size : 0, scratch) {}
+          tiles_(tile_fold_.is_used() ? heads.key_size : 0, scratch),
+          rounded_until_(scratch.take<Index>(heads.heads())) {}
 
     void run(const DeltaOutput& out) {
         for (Index h = 0; h < heads_.heads(); ++h)
-            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h)),
+                rounded_until_[h] = -1;
         for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
             n = min(sizes_.rows, heads_.tokens - begin);
             if (out.states.data != nullptr) {
@@ -85,7 +87,10 @@ class ForwardPass {
         Prefetch ahead;
         add_next_work(at, ahead);
         ahead.add(out.o, next_tokens(at), heads_.value_size);
-        chunk_.run_tiles(first, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead, n == at.n);
+        Index& until = rounded_until_[at.head];
+        chunk_.run_tiles(first, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead, n == at.n,
+                         until == at.begin);
+        until = n == at.n ? at.begin + n : -1;
         return true;
     }
 
@@ -117,6 +122,7 @@ class ForwardPass {
     ForwardChunk<P> chunk_;
     TileFold<P> tile_fold_;
     TileChunk tiles_;
+    Index* rounded_until_;       // [heads] the token whose chunk finds the state's operands
     bool is_loaded_ = false;     // the rows of the key head
     Index loaded_by_tiles_ = 0;  // so many of them
 };

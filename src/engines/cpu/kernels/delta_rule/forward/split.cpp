@@ -100,6 +100,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
     const StatePanels<P> state(memory.sizes, 1, state_pieces);
     const Range part = memory.chunk.all_columns();
     if (all.begin == 0) load_state(heads.initial_state, all.head, K, V, memory.chunk.buffer(), state, part);
+    bool is_rounded = false;
     for (Index begin = all.begin; begin < all.begin + all.n; begin += memory.sizes.rows, folded += stride) {
         const Tokens at{all.head, begin, min(memory.sizes.rows, all.begin + all.n - begin)};
         if (out.states.data != nullptr && begin % out.state_interval == 0)
@@ -119,11 +120,12 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
         const bool are_all = steady.n == at.n;
         if (*stored.kind == Stored::by_tiles) {
             stored.tiles.set_rows(steady.n);
-            memory.chunk.run_tiles(steady, stored.tiles, part, state, out, none, are_all);
+            memory.chunk.run_tiles(steady, stored.tiles, part, state, out, none, are_all, is_rounded);
         } else if (steady.n > 0) {
             stored.folded.n = steady.n;
             memory.chunk.run(steady, stored.folded, stored.beta, part, state, out, none, are_all);
         }
+        is_rounded = are_all && *stored.kind == Stored::by_tiles;
         if (are_all) continue;
         memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
         memory.prepared.load_value_head(at);

@@ -106,6 +106,18 @@ class MatrixTiles {
         low = pairs(0);
         high = pairs(4);
     }
+    // First and second halves of 32 words, in the order of sixteen_bits::place().
+    static void separate(U x, U y, U& first, U& second) {
+        const auto halves = [&](std::uint32_t shift) {
+            const auto half = [&](std::size_t place) {
+                const auto i = static_cast<std::size_t>(sixteen_bits::key_at(static_cast<int>(place)));
+                return (i < W ? x : y).lanes[i % W] >> shift & 0xffffU;
+            };
+            return U::of([&](std::size_t i) { return half(2 * i) | half(2 * i + 1) << 16; });
+        };
+        first = halves(0);
+        second = halves(16);
+    }
 
   private:
     static void forget() {

@@ -101,6 +101,12 @@ class MatrixTiles {
         low = _mm512_unpacklo_epi16(x, y);
         high = _mm512_unpackhi_epi16(x, y);
     }
+    // First and second halves of 32 words, in the order of sixteen_bits::place().
+    SOFTDELTA_INLINE static void separate(U x, U y, U& first, U& second) {
+        const __m512i lower = _mm512_set1_epi32(0xffff);
+        first = _mm512_packus_epi32(_mm512_and_si512(x, lower), _mm512_and_si512(y, lower));
+        second = _mm512_packus_epi32(_mm512_srli_epi32(x, 16), _mm512_srli_epi32(y, 16));
+    }
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

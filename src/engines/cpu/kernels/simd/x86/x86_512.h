@@ -72,6 +72,11 @@ SOFTDELTA_INLINE F exp2_for_bf16(F x) {
     return _mm512_scalef_ps(fma(power * r, p, power), n);
 }
 
+#define SOFTDELTA_LEVEL_HAS_RECIPROCAL_FOR_BF16
+SOFTDELTA_INLINE F reciprocal_for_bf16(F x) {  // relative error 2^-14
+    return _mm512_rcp14_ps(x);
+}
+
 SOFTDELTA_INLINE U load_u16(const std::uint16_t* p) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
