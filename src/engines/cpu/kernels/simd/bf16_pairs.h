@@ -32,4 +32,12 @@ SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x) {
 }
 #endif
 
+// Two vectors as W words of neighbours.
+#if !defined(SOFTDELTA_LEVEL_HAS_BF16_PRODUCTS)
+SOFTDELTA_INLINE void store_bf16(std::uint32_t* p, F x, F y) {
+    store_bf16(p, x);
+    store_bf16(p + W / 2, y);
+}
+#endif
+
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -8,6 +8,7 @@
 
 #include "engines/cpu/kernels/delta_rule/chunk/nonfinite.h"
 #include "engines/cpu/kernels/delta_rule/chunk/tiles.h"
+#include "engines/cpu/kernels/simd/sixteen_bits.h"
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
