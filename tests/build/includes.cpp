@@ -81,6 +81,7 @@ const std::vector<Rule> rules = {
      {"std", "include/softdelta", "src/core", "src/io", "src/judge", "src/diagnose", "src/cli", "nanobind", "xla"}},
     {"src/cli",
      {"std", "posix", "omp.h", "include/softdelta", "src/io", "src/judge", "src/diagnose", "CLI", "nlohmann"}},
+    {"src/cli/main.cpp", {"std", "malloc.h", "src/cli"}},
 };
 
 const Rule* rule_of(const std::string& path) {

@@ -69,7 +69,7 @@ typedef enum {
   /*!
    * \brief CUDA managed/unified memory allocated by cudaMallocManaged
    */
-  kDLCUDAManaged = 13,
+  kDLCUDAManaged = 13
 } DLDeviceType;
 
 /*!
@@ -106,7 +106,7 @@ typedef enum {
    * \brief complex number
    * (C/C++/Python layout: compact struct per complex number)
    */
-  kDLComplex = 5U,
+  kDLComplex = 5U
 } DLDataTypeCode;
 
 /*!
@@ -196,6 +196,6 @@ typedef struct DLManagedTensor {
   void (*deleter)(struct DLManagedTensor * self);
 } DLManagedTensor;
 #ifdef __cplusplus
-}  // DLPACK_EXTERN_C
+}  /* DLPACK_EXTERN_C */
 #endif
-#endif  // DLPACK_DLPACK_H_
+#endif  /* DLPACK_DLPACK_H_ */
