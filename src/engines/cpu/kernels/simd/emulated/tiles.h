@@ -1,4 +1,5 @@
 // Matrix tiles, and what multiplies pairs beside them, by the vectors of the emulated level.
+// Not inlined: a kernel has hundreds of products, which sanitizers would make minutes of compiling.
 #pragma once
 
 #include "engines/cpu/kernels/simd/emulated/bf16_pairs.h"
@@ -17,16 +18,16 @@ class MatrixTiles {
     MatrixTiles& operator=(const MatrixTiles&) = delete;
 
     template <int tile>
-    static void clear() {
+    __attribute__((noinline)) static void clear() {
         for (float& x : tiles_[tile]) x = 0;
     }
     template <int tile, class T>
-    static void read(const T* p, Index row) {
+    __attribute__((noinline)) static void read(const T* p, Index row) {
         static_assert(sizeof(T) == 4);
         for (Index i = 0; i < 16; ++i) __builtin_memcpy(tiles_[tile] + i * W, p + i * row, 64);
     }
     template <int tile>
-    static void write(float* p, Index row) {
+    __attribute__((noinline)) static void write(float* p, Index row) {
         for (Index i = 0; i < 16; ++i) __builtin_memcpy(p + i * row, tiles_[tile] + i * W, 64);
     }
     template <int tile, int at, class T>
@@ -38,7 +39,7 @@ class MatrixTiles {
         write<tile>(p + at * 256, 16);
     }
     template <int sums, int a, int b>
-    static void multiply_add() {
+    __attribute__((noinline)) static void multiply_add() {
         for (Index m = 0; m < 16; ++m)
             for (Index k = 0; k < 16; ++k)
                 store(tiles_[sums] + m * W, multiply_add_pairs(splat(tiles_[a][m * W + k]), load(tiles_[b] + k * W),
