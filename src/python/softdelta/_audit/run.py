@@ -170,12 +170,13 @@ def audit_call(runner, call, dtype, require) -> Row:
 
 
 def normalised(call):
-    """The call with the norms of its rows taken out."""
-    if not call.options.get("use_qk_l2norm_in_kernel"):
-        return call
+    """The call without the option of norms: rows that it would norm have theirs taken out."""
+    options = dict(call.options)
+    if not options.pop("use_qk_l2norm_in_kernel", False):
+        return replace(call, options=options)
     rows = {n: call.tensors[n].double() for n in ("q", "k")}
     rows = {n: (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(call.tensors[n].dtype) for n, x in rows.items()}
-    return replace(call, tensors={**call.tensors, **rows}, options={**call.options, "use_qk_l2norm_in_kernel": False})
+    return replace(call, tensors={**call.tensors, **rows}, options=options)
 
 
 def fit(call, parameters, named=()):
