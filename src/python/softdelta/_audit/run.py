@@ -18,7 +18,7 @@ from .checks import REPEATS, AttentionChecks, DeltaChecks, judge_results, of_rul
 from .inputs import facts
 from .process import Here, Isolated, name_of
 from .report import Audit, Check, Row
-from .signatures import GATE_PARAMETERS, SIGNATURES, Signature
+from .signatures import GATE_PARAMETERS, SIGNATURES, Signature, normalised
 from .worker import adapter_of, load
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -169,16 +169,6 @@ def audit_call(runner, call, dtype, require) -> Row:
         return row
 
 
-def normalised(call):
-    """The call without the option of norms: rows that it would norm have theirs taken out."""
-    options = dict(call.options)
-    if not options.pop("use_qk_l2norm_in_kernel", False):
-        return replace(call, options=options)
-    rows = {n: call.tensors[n].double() for n in ("q", "k")}
-    rows = {n: (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(call.tensors[n].dtype) for n, x in rows.items()}
-    return replace(call, tensors={**call.tensors, **rows}, options=options)
-
-
 def fit(call, parameters, named=()):
     """The call for a function that lacks some of the options: as close as it can be, or None; and what is lacking."""
     if call.options.get("use_gate_in_kernel"):
@@ -198,10 +188,9 @@ def fit(call, parameters, named=()):
         lacking = [n for n in lacking if n not in ("beta", "g")]
     if "cu_seqlens" in lacking or "scale" in lacking:
         return None, lacking
-    tensors, options = dict(call.tensors), dict(call.options)
     if "use_qk_l2norm_in_kernel" not in parameters:
         call = normalised(call)
-        tensors, options = dict(call.tensors), dict(call.options)
+    tensors, options = dict(call.tensors), dict(call.options)
     if "initial_state" in lacking:
         tensors.pop("initial_state")
     if "output_final_state" not in parameters:

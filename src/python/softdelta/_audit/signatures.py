@@ -20,6 +20,16 @@ def parts_of(x):
     return torch.stack([p.square().mean((1, 3)) for p in x.split(64, 1)])
 
 
+def normalised(call):
+    """The call without the option of norms: where it was on, q and k are normalised here."""
+    options = dict(call.options)
+    if not options.pop("use_qk_l2norm_in_kernel", False):
+        return replace(call, options=options)
+    rows = {n: call.tensors[n].double() for n in ("q", "k")}
+    rows = {n: (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(call.tensors[n].dtype) for n, x in rows.items()}
+    return replace(call, tensors={**call.tensors, **rows}, options=options)
+
+
 class Signature:
     """The rule's own operands."""
     extra = {}  # options that only the function has
@@ -127,12 +137,9 @@ class Mamba2(Signature):
     RAW = ("ordinary", "rising", "wide", "length 64")
 
     def dress(self, call, draw):
+        call = normalised(call)
         t, dtype = dict(call.tensors), call.tensors["v"].dtype
         heads = t["v"].shape[2]
-        if call.options.pop("use_qk_l2norm_in_kernel", False):
-            for n in "q", "k":
-                wide = t[n].double()
-                t[n] = (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(dtype)
         t["A"] = -draw.uniform(0.5, 1.5, heads).float()
         g = t["g"].double().clamp(max=0)
         if call.name in self.RAW:
@@ -201,11 +208,8 @@ class Lightning(Signature):
     extra = {"layer_idx": 1, "num_layers": 4}
 
     def dress(self, call, draw):
-        t = {n: x for n, x in call.tensors.items() if n != "g"}
-        for n in ("q", "k") if call.options.pop("use_qk_l2norm_in_kernel", False) else ():
-            wide = t[n].double()
-            t[n] = (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(t[n].dtype)
-        return replace(call, tensors=t, signature=self)
+        call = normalised(call)
+        return replace(call, tensors={n: x for n, x in call.tensors.items() if n != "g"}, signature=self)
 
     def case(self, tensors, options):
         heads = tensors["q"].shape[2]
