@@ -28,8 +28,7 @@ struct DeltaOperands {
         q = random_tensor(s.dtype, key, 1);
         k = random_tensor(s.dtype, key, 2);
         v = random_tensor(s.dtype, value, 3);
-        if (core::find_operand<core::DeltaInputs>("p")->need(rule_of(s)).use != core::Use::none)
-            p = random_tensor(s.dtype, key, 4);
+        if (rule_of(s).own_p) p = random_tensor(s.dtype, key, 4);
         if (rule_of(s).gate != core::Gate::none)
             g = random_tensor(DType::f32, rule_of(s).has_channel_gate() ? channels : scalar, 5, -0.1, 0);
         if (rule_of(s).erases()) beta = random_tensor(s.dtype, scalar, 6, 0, 1);

@@ -23,9 +23,10 @@ class ForwardPass {
           rounded_until_(scratch.take<Index>(heads.heads())) {}
 
     void run(const DeltaOutput& out) {
-        for (Index h = 0; h < heads_.heads(); ++h)
-            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h)),
-                rounded_until_[h] = -1;
+        for (Index h = 0; h < heads_.heads(); ++h) {
+            load_state(heads_.initial_state, h, heads_.key_size, heads_.value_size, chunk_.buffer(), states_.head(h));
+            rounded_until_[h] = -1;
+        }
         for (Index begin = 0, n = 0; begin < heads_.tokens; begin += n) {
             n = min(sizes_.rows, heads_.tokens - begin);
             if (out.states.data != nullptr) {

@@ -10,7 +10,7 @@ namespace {
 // A folded chunk of a value head in memory that the fold writes and the scan reads.
 template <class P>
 struct StoredChunk {
-    enum Kind : Index { chunk, by_tiles, walked };
+    enum Kind : Index { chunk, by_tiles };
     Index* kind;
     Index* n;          // of its tokens; what else there is goes token by token
     Scratch operands;  // one of these two:
@@ -63,6 +63,7 @@ DeltaSplitSizes sizes_of(const DeltaHeads& heads) {
 // Tokens of key head `at.head`, folded for each of its value heads.
 template <class P>
 void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, std::byte* out, std::size_t stride) {
+    if (is_walked<P>(heads)) return;  // by the scan alone
     Scratch pieces(scratch);
     Memory<P> memory(heads, pieces);
     bool is_loaded = false;
@@ -71,10 +72,6 @@ void fold_chunk(const DeltaHeads& heads, const Tokens& at, std::byte* scratch, s
         Stored stored(heads, memory.sizes, Scratch(out + static_cast<std::size_t>(i) * stride));
         const Tokens own{at.head * heads.group + i, at.begin, at.n};
         *stored.kind = Stored::chunk;
-        if (is_walked<P>(heads)) {
-            *stored.kind = Stored::walked;
-            continue;
-        }
         const Index n = *stored.n = memory.prepared.load_value_head(own) ? at.n : memory.prepared.count_steady(0, at.n);
         if (n == 0) continue;
         if (memory.tile_fold.fits(at.n, n, memory.prepared.gates()) &&
@@ -110,7 +107,7 @@ void scan_chunks(const DeltaHeads& heads, const Tokens& all, std::byte* scratch,
         Stored stored(heads, memory.sizes, Scratch(const_cast<std::byte*>(folded)));
         Prefetch none;
         if constexpr (P::depth == 1)
-            if (*stored.kind == Stored::walked) {
+            if (is_walked<P>(heads)) {
                 memory.prepared.load_key_head({at.head / heads.group, at.begin, at.n});
                 const Index n = memory.prepared.load_value_head(at) ? at.n : memory.prepared.count_steady(0, at.n);
                 memory.chunk.run_walk(at, n, memory.prepared, part, state, out, none);
