@@ -26,8 +26,7 @@ install(FILES ${PROJECT_BINARY_DIR}/softdeltaConfig.cmake ${PROJECT_BINARY_DIR}/
 
 file(RELATIVE_PATH from_pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 if(NOT BUILD_SHARED_LIBS)
-    set(pc_cflags " -DSOFTDELTA_STATIC")
-    set(pc_libs " -fopenmp -lstdc++ -lm") # the runtime of the compiler that links
+    set(pc_libs " -Wl,--exclude-libs,libsoftdelta.a -fopenmp -lstdc++ -lm") # the runtime of the compiler that links
 endif()
 configure_file(cmake/softdelta.pc.in softdelta.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/softdelta.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -44,7 +44,7 @@
 #endif
 
 /* Before each function of the interface: it is exported from the shared library. */
-#if defined(_WIN32) || defined(SOFTDELTA_STATIC)
+#if defined(_WIN32)
 #define SOFTDELTA_API
 #else
 #define SOFTDELTA_API __attribute__((visibility("default")))
