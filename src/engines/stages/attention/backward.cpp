@@ -172,7 +172,7 @@ void BackwardWorker<T>::compute_ds() {
     head_.compute_scores();
     Tile<T> p = head_.s(), d_s = ds();
     const Tile<T> subtrahend = head_.subtrahend(), log_sum = head_.log_sum(), delta = per_row(delta_);
-    d_s.noalias() = per_value(do_) * head_.v().transpose();  // [rows, Dv] · [keys, Dv]ᵀ
+    multiply_bt(1, per_value(do_), head_.v(), d_s);  // [rows, Dv] · [keys, Dv]ᵀ
     for (Index i = 0; i < p.rows(); ++i) {
         auto row = p.row(i).array();
         auto d_row = d_s.row(i).array();
@@ -189,14 +189,14 @@ void BackwardWorker<T>::add_products(Rounding& rounding) {
     Tile<T> p = head_.s(), d_s = ds();
     if (grad_.dv) {
         rounding.operand(p.data(), p.size());
-        key_rows(dv_, in_.v.shape[3]).noalias() += p.transpose() * per_value(do_);
+        add_product_at(1, p, per_value(do_), key_rows(dv_, in_.v.shape[3]));
     }
     if (!grad_.dq && !grad_.dk) return;
     if (call_.options.softcap > 0)
         d_s.array() = (d_s.array() == T(0)).select(T(0), d_s.array() * head_.slope().array());
     rounding.operand(d_s.data(), d_s.size());
-    if (grad_.dq) dq().noalias() += d_s * head_.k();
-    if (grad_.dk) key_rows(dk_, in_.k.shape[3]).noalias() += d_s.transpose() * head_.q();
+    if (grad_.dq) add_product(1, d_s, head_.k(), dq());
+    if (grad_.dk) add_product_at(1, d_s, head_.q(), key_rows(dk_, in_.k.shape[3]));
 }
 
 template <class T>

@@ -81,7 +81,7 @@ bool Head<T>::load_tile(Index begin) {
 template <class T>
 void Head<T>::compute_scores() {
     Tile<T> score = s();
-    score.noalias() = q() * k().transpose();  // [rows, D] · [keys, D]ᵀ
+    multiply_bt(1, q(), k(), score);  // [rows, D] · [keys, D]ᵀ
     score *= static_cast<T>(options_.scale);
     if (options_.softcap > 0) {
         const T cap = static_cast<T>(options_.softcap);
@@ -146,7 +146,7 @@ void Head<T>::absorb_tile(Rounding& rounding, Tile<T> o, Tile<T> largest, Tile<T
         o.row(i) *= decay;
     }
     rounding.operand(p.data(), p.size());
-    o.noalias() += p * v();  // [rows, keys] · [keys, Dv]
+    add_product(1, p, v(), o);  // [rows, keys] · [keys, Dv]
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/attention.h"
+#include "engines/stages/products.h"
 
 namespace softdelta::stages::attention {
 
@@ -14,7 +15,7 @@ using core::Index;
 using core::Tensor;
 
 template <class T>
-using Tile = Eigen::Map<Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>;
+using Tile = Eigen::Map<Matrix<T>>;
 
 // Scratch memory. Always aligned alike: how Eigen splits a row into packets and rest, and so the last bits, then
 // depend on shapes alone.

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "engines/stages/delta_rule/fold.h"
-#include "engines/stages/delta_rule/products.h"
+#include "engines/stages/products.h"
 
 namespace softdelta::stages::delta {
 
@@ -48,12 +48,6 @@ void decay_pairs(const Rows<double>& X, const Rows<double>& G, Index i, Index be
     exponentiate(decay.data(), decay.size());
 }
 
-// A part of a tile ← factor·a·bᵀ.
-template <class Part, class A, class T>
-void multiply_into(Part part, T factor, const A& a, const Tile<T>& b) {
-    part.noalias() = factor * a * b.transpose();
-}
-
 template <class T>
 void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, Rounding& rounding,
                          FoldScratch<T>& s, Folded<T>& f) {
@@ -63,12 +57,12 @@ void fold_earlier_blocks(const FoldRule<T>& rule, const Chunk<T>& c, const Block
     decay_from_anchor(c.G, c.G, b, s.left);
     s.left.array() *= c.q.middleRows(b.begin, b.count).array();
     rounding.operand(s.left.data(), s.left.size());
-    multiply_into(f.score.block(b.begin, 0, b.count, b.begin), rule.scale, s.left, s.right);
+    add_product_bt(rule.scale, s.left, s.right, f.score.block(b.begin, 0, b.count, b.begin));
     if (!rule.erases) return;
     decay_from_anchor(c.E, c.G, b, s.left);
     s.left.array() *= c.p.middleRows(b.begin, b.count).array();
     rounding.operand(s.left.data(), s.left.size());
-    multiply_into(f.erase_score.block(b.begin, 0, b.count, b.begin), T(1), s.left, s.right);
+    add_product_bt(1, s.left, s.right, f.erase_score.block(b.begin, 0, b.count, b.begin));
 }
 
 // Rows of the block as a product of it would have them: x e^(±(X − G_r)) rounded, without that factor.
@@ -105,14 +99,14 @@ void fold_own_block(const FoldRule<T>& rule, const Chunk<T>& c, const Block& b, 
         const Index i = b.begin + n;
         decay_pairs(c.G, c.G, i, b.begin, s.decay);
         s.decay.array() *= s.near_k.topRows(n).array();
-        multiply_into(f.score.row(i).segment(b.begin, n), rule.scale, s.near_q.row(n), s.decay);
+        add_product_bt(rule.scale, s.near_q.row(n), s.decay, f.score.block(i, b.begin, 1, n));
         f.score(i, i) = rule.scale * s.near_q.row(n).dot(s.near_k.row(n));
         if (!rule.erases) continue;
         if (!c.erases_like_reading()) {
             decay_pairs(c.E, c.G, i, b.begin, s.decay);
             s.decay.array() *= s.near_k.topRows(n).array();
         }
-        multiply_into(f.erase_score.row(i).segment(b.begin, n), T(1), s.near_p.row(n), s.decay);
+        add_product_bt(1, s.near_p.row(n), s.decay, f.erase_score.block(i, b.begin, 1, n));
     }
 }
 

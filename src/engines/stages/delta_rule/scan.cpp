@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "engines/stages/delta_rule/products.h"
+#include "engines/stages/products.h"
 
 namespace softdelta::stages::delta {
 
@@ -27,7 +27,7 @@ void multiply_lower(const Tile<T>& lower, const Tile<T>& x, bool adds, Tile<T>& 
         if (adds)
             add_product(1, lower, right, out);
         else
-            delta::multiply(1, lower, right, out);
+            stages::multiply(1, lower, right, out);
     };
     if (x.allFinite()) return multiply(x);
     Tile<T> finite = x;

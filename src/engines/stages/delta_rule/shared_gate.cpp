@@ -1,6 +1,6 @@
 // Pairs of rows in a chunk whose channels share a gate: a product of rows, times e^(G_i − G_j).
 #include "engines/stages/delta_rule/fold.h"
-#include "engines/stages/delta_rule/products.h"
+#include "engines/stages/products.h"
 
 namespace softdelta::stages::delta {
 

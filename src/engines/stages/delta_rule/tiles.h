@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "core/tensor.h"
+#include "engines/stages/products.h"
 
 namespace softdelta::stages::delta {
 
@@ -65,8 +66,6 @@ class Owned : public Plain {
     static constexpr Index cols_of(Index n) { return Plain::ColsAtCompileTime == 1 ? 1 : n; }
 };
 
-template <class T>
-using Matrix = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 template <class T>
 using Vector = Eigen::Matrix<T, Eigen::Dynamic, 1>;
 template <class T>
