@@ -251,17 +251,19 @@ TEST_F(CudaAttention, GradientsOfWholeSequencesAreRight) {
     struct Case {
         Index B, H, Hk, Lq, Lk, D, bias_queries;  // 0: no bias
         Causal causal;
-        bool dbias;
+        bool dbias, shared = false;  // by heads
     };
     const Case cases[] = {{1, 2, 1, 200, 136, 72, 0, Causal::none, false},
                           {2, 2, 2, 70, 131, 128, 0, Causal::bottom_right, false},
                           {2, 4, 2, 196, 90, 96, 0, Causal::top_left, false},
                           {1, 2, 1, 130, 264, 128, 1, Causal::none, true},
                           {2, 2, 1, 129, 136, 80, 1, Causal::bottom_right, false},
-                          {2, 2, 1, 100, 200, 104, 100, Causal::none, false}};
+                          {2, 2, 1, 100, 200, 104, 100, Causal::none, false},
+                          {2, 4, 2, 130, 264, 64, 130, Causal::bottom_right, true, true}};
     for (const Case& c : cases) {
         Array q(type, {c.B, c.Lq, c.H, c.D}), k(type, {c.B, c.Lk, c.Hk, c.D}), v(type, {c.B, c.Lk, c.Hk, c.D});
-        Array d_o(type, {c.B, c.Lq, c.H, c.D}), bias(type, {c.B, c.H, std::max<Index>(c.bias_queries, 1), c.Lk});
+        Array d_o(type, {c.B, c.Lq, c.H, c.D}),
+            bias(type, {c.B, c.shared ? 1 : c.H, std::max<Index>(c.bias_queries, 1), c.Lk});
         for (Array* t : {&q, &k, &v, &d_o, &bias}) fill_normal(*t, random);
         AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
         if (c.bias_queries > 0) in.bias = bias.view();

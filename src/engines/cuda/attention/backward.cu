@@ -37,9 +37,9 @@ bool has_scores(const core::AttentionInputs& in, const core::Tensor& dbias) {
 }
 
 bool takes_warp_gradients(const AttentionCall& call, const core::AttentionInputs& in,
-                          const core::AttentionGradients& grad) {
+                          const core::AttentionGradients& grad, const BiasPlan& bias) {
     return takes_warps(call, in.q.device) && call.keys <= most_warpgroup_rows && call.softcap == 0 &&
-           (!grad.dbias || has_scores(in, grad.dbias)) &&
+           (!grad.dbias || has_scores(in, grad.dbias) || bias.elements > 0) &&
            has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
@@ -148,8 +148,8 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
     wanted.rows = memory.rows;
-    const bool warpgroups = takes_warpgroup_gradients(call, in, grad), warps = takes_warp_gradients(call, in, grad),
-               split = static_cast<bool>(memory.split.q);
+    const bool warpgroups = takes_warpgroup_gradients(call, in, grad),
+               warps = takes_warp_gradients(call, in, grad, memory.bias), split = static_cast<bool>(memory.split.q);
 
     ForwardOutputs sums{{}, {}, memory.rows.sums, {}};
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
@@ -168,12 +168,13 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
              saved_rows(in, call, grad, sums.o), sums, memory.rows, memory.far_heads, stream);
 
     const bool bias_by_key = warpgroups && takes_bias_gradient(call, wanted, core::sequence_count(in));
-    const BiasPlan bias = warpgroups && !bias_by_key ? memory.bias : BiasPlan();
+    const BiasPlan bias = (warpgroups && !bias_by_key) || warps ? memory.bias : BiasPlan();
     Gradients by_key = wanted;
     if (!bias_by_key) by_key.dbias = View();
     const StoredScores key_sums = sums_of_keys(memory, call, static_cast<int>(core::sequence_count(in)));
     if (bias.of_keys > 0) by_key.dbias = key_sums.view;
-    if (by_key.dbias && wanted.bias_queries != 1) by_key.ds = scores_of_dbias(wanted);
+    if ((by_key.dbias && wanted.bias_queries != 1) || (warps && wanted.dbias && !bias))
+        by_key.ds = scores_of_dbias(wanted);
     if (bias_by_key && packed.of_keys) launch_clear_bias(call, packed, by_key, stream);
     const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
     const bool from_stored = wanted.dq && call.q.dtype == DType::bf16;
@@ -183,8 +184,12 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
         part.heads = std::min(static_cast<int>(of.key_heads) * call.group, call.heads - head);
         part.ds = scores_in(memory, of.row, call, s, head, part.heads);
         part.ds.is_dbias = all_scores;
-        launch_warpgroup_by_key(call, s, part, stream);
-        if (from_stored) launch_warpgroup_by_stored(call, s, part, stream);
+        if (warps) {
+            launch_warp_by_query(call, s, part, stream);
+        } else {
+            launch_warpgroup_by_key(call, s, part, stream);
+            if (from_stored) launch_warpgroup_by_stored(call, s, part, stream);
+        }
         return part.ds;
     };
     const auto each_part = [&](const ScorePlan& of, const auto& use) {
@@ -217,13 +222,18 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
             each_part(bias, [&](int head) { each_sequences([&](const AttentionSequences& s) { add_bias(s, head); }); });
         else
             each_sequences([&](const AttentionSequences& s) { each_part(bias, [&](int head) { add_bias(s, head); }); });
-        if (wanted.dq && !from_stored)
+        if (warpgroups && wanted.dq && !from_stored)
             for_each([&](const AttentionSequences& s) { launch_warpgroup_by_query(call, s, wanted, stream); });
     } else if (warpgroups) {
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
-    if (warps) for_each([&](const AttentionSequences& s) { launch_warp_gradients(call, s, wanted, stream); });
+    if (warps) {
+        for_each([&](const AttentionSequences& s) {
+            if (wanted.dk || wanted.dv || wanted.dbias) launch_warp_by_key(call, s, wanted, stream);
+            if (!bias && (wanted.dq || wanted.dbias)) launch_warp_by_query(call, s, by_key, stream);
+        });
+    }
     const bool split_bias = split && has_scores(in, grad.dbias);
     if (split) {
         Gradients of = wanted;

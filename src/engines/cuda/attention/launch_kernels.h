@@ -123,7 +123,7 @@ struct Gradients {
     RowTerms rows{};
     Index bias_batches = 0, bias_heads = 0, bias_queries = 0, bias_keys = 0;  // the shape of dbias
     StoredScores ds{};                                                        // that the kernel of keys stores
-    int first_head = 0, heads = 0;  // query heads that a launch of warpgroups takes, those of whole key heads
+    int first_head = 0, heads = 0;  // query heads that a launch takes, those of whole key heads
     Redo redo_queries{}, redo_keys{};
 };
 
@@ -140,8 +140,10 @@ void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequence
 bool takes_warps(const AttentionCall& call, core::Device device);
 void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
                          cudaStream_t stream);
-void launch_warp_gradients(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                           cudaStream_t stream);
+void launch_warp_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                        cudaStream_t stream);
+void launch_warp_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                          cudaStream_t stream);  // and ds
 
 // On warpgroups: dk and dv, dbias where queries alone share it or nothing does, and ds; dq from that ds, or computed
 // anew.

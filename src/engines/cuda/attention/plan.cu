@@ -84,8 +84,10 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
 BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
                    const core::AttentionGradients& grad) {
     const bool is_16_bit = in.q.dtype == DType::bf16 || in.q.dtype == DType::f16;
+    const bool warpgroups = level_of(in.q.device) == Level::sm_90a;
     if (!grad.dbias || !is_whole(in) || !is_16_bit || options.softcap != 0 || options.top_w >= 0 ||
-        std::max(in.q.shape[3], in.v.shape[3]) > warpgroup_backward_channels || level_of(in.q.device) != Level::sm_90a)
+        std::max(in.q.shape[3], in.v.shape[3]) > warpgroup_backward_channels ||
+        !(warpgroups || takes_warps(attention_call(in, options), in.q.device)))
         return {};
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2], N = in.q.shape[0];
     const auto& shape = grad.dbias.shape;
@@ -94,6 +96,7 @@ BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions
     BiasPlan plan;
     plan.row = (Lk + 7) / 8 * 8;
     if (shape[2] == 1) {
+        if (!warpgroups) return {};
         plan.of_keys = N * H * plan.row;
         return plan;
     }

@@ -5,8 +5,8 @@
 //
 //     P = 2^(c·S − lse)     ds = P∘(dP − D)
 //
-// dbias, of which each element is a score's own, is ds: by query, whose rows are dbias's. Blocks with far rows are left
-// to the kernels of planes.
+// ds, as dbias or for its sums, is stored by query, whose rows are dbias's. Blocks with far rows are left to the
+// kernels of planes.
 #include "engines/cuda/attention/warp/block.h"
 #include "engines/cuda/attention/warpgroup/gradients.h"
 #include "engines/cuda/device/card.h"
@@ -61,7 +61,7 @@ __device__ inline void walk(int tiles, const Bring& bring_tile, const Take& take
 }
 
 // blocks: of 16 rows of a warp.
-template <class T, int columns, bool biased, int blocks, bool with_dbias = false>
+template <class T, int columns, bool biased, int blocks, bool with_ds = false>
 struct Block {
     const GradientTiles<T, columns> m;
     const AttentionCall& call;
@@ -88,37 +88,38 @@ struct Block {
         return !finite;
     }
 
-    __device__ Index bias_at(Index query, Index key) const {
-        const Index* stride = grad.dbias.stride;
-        return s.mask_batch * stride[0] + head * stride[1] + query * stride[2] + key * stride[3];
+    __device__ Index ds_at(Index query, Index key) const {
+        const Index* stride = grad.ds.view.stride;
+        return (s.mask_batch - grad.ds.first_sequence) * stride[0] + (head - grad.ds.first_head) * stride[1] +
+               query * stride[2] + key * stride[3];
     }
-    // dbias of the warp's r-th 16 queries and the keys from `at` on. in_pairs: two keys lie in a unit of 4 bytes.
-    __device__ void store_bias(Acc<64, N>& ds, int r, int at, bool in_pairs) const {
+    // Of the warp's r-th 16 queries and the keys from `at` on. in_pairs: two keys lie in a unit of 4 bytes.
+    __device__ void store_ds(Acc<64, N>& ds, int r, int at, bool in_pairs) const {
         ds.each_pair([&](float& e, float& next, int half, int column) {
-            const Index query = first + own(r, half), key = at + own_column(lane) + column, to = bias_at(query, key);
+            const Index query = first + own(r, half), key = at + own_column(lane) + column, to = ds_at(query, key);
             if (query >= s.q_count || key >= s.k_count) return;
             const float two[2] = {ds_scale<T> * e, ds_scale<T> * next};
             if (in_pairs && key + 1 < s.k_count) {
-                *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(grad.dbias.data) + to) =
+                *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(grad.ds.view.data) + to) =
                     ptx::pack(two[0], two[1], T());
                 return;
             }
-            cuda::store(grad.dbias, to, two[0]);
-            if (key + 1 < s.k_count) cuda::store(grad.dbias, to + grad.dbias.stride[3], two[1]);
+            cuda::store(grad.ds.view, to, two[0]);
+            if (key + 1 < s.k_count) cuda::store(grad.ds.view, to + grad.ds.view.stride[3], two[1]);
         });
     }
-    __device__ bool bias_is_in_pairs() const {
-        const Index* stride = grad.dbias.stride;
-        return grad.dbias.dtype == type_of<T> && stride[3] == 1 && (stride[0] | stride[1] | stride[2]) % 2 == 0 &&
-               reinterpret_cast<std::uintptr_t>(grad.dbias.data) % 4 == 0;
+    __device__ bool ds_is_in_pairs() const {
+        const View& to = grad.ds.view;
+        return to.dtype == type_of<T> && to.stride[3] == 1 && (to.stride[0] | to.stride[1] | to.stride[2]) % 2 == 0 &&
+               reinterpret_cast<std::uintptr_t>(to.data) % 4 == 0;
     }
-    // dbias of the block's queries and the keys that none of them sees.
-    __device__ void clear_bias(Index begin, Index end) const {
+    // Of the block's queries and the keys that none of them sees.
+    __device__ void clear_ds(Index begin, Index end) const {
         if (begin <= 0 && end >= s.k_count) return;
         const Index rows = min(Index(M), s.q_count - first);
         for (Index e = threadIdx.x; e < rows * s.k_count; e += blockDim.x)
             if (const Index key = e % s.k_count; key < begin || key >= end)
-                cuda::store(grad.dbias, bias_at(first + e / s.k_count, key), 0);
+                cuda::store(grad.ds.view, ds_at(first + e / s.k_count, key), 0);
     }
 
     __device__ bool by_query() {
@@ -127,7 +128,7 @@ struct Block {
         const Rows v = Rows::of_keys(call.v, call, s, key_head, call.value_channels);
         const Span keys = keys_of_block<N>(call, s, first);
         const float c = exponent_scale(call, false);
-        const bool in_pairs = with_dbias && bias_is_in_pairs();
+        const bool in_pairs = with_ds && ds_is_in_pairs();
         RowTerm term[blocks][2];
         Mask mask[blocks];
         bool far = false;
@@ -166,12 +167,12 @@ struct Block {
                 if (mask[r].template hides<N>(at)) mask[r].hide(p[r], at, lane);
                 p[r].each([](float& e, int, int) { e = ptx::exp2(e); });
                 to_ds<T>(ds[r], p[r], false, [&](int half, int) { return float2{of[half].D, of[half].D}; });
-                if constexpr (with_dbias) store_bias(ds[r], r, at, in_pairs);
+                if constexpr (with_ds) store_ds(ds[r], r, at, in_pairs);
                 ds[r].pack(weights[r]);
             });
             warp::add(dq, weights, m.other(tile, 0), lane);
         });
-        if constexpr (with_dbias) clear_bias(keys.begin, (keys.end - keys.begin + N - 1) / N * N + keys.begin);
+        if constexpr (with_ds) clear_ds(keys.begin, (keys.end - keys.begin + N - 1) / N * N + keys.begin);
         return store(dq, 0, grad.dq, s.batch, s.q_begin, s.q_count, call.channels, gradient_scale<T>(call),
                      [&](int r, int half) { return first + own(r, half) < s.q_count; });
     }
@@ -234,19 +235,20 @@ struct Block {
     }
 };
 
-template <class T, int columns, bool biased, bool by_key, int blocks, bool with_dbias>
+template <class T, int columns, bool biased, bool by_key, int blocks, bool with_ds>
 __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ? 2 : 1)
     warp_gradient_kernel(const __grid_constant__ AttentionCall call,
                          const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     using Tiles = GradientTiles<T, columns>;
-    const int head = static_cast<int>(blockIdx.x), heads = by_key ? call.heads / call.group : call.heads;
+    const int head = static_cast<int>(blockIdx.x) + (by_key ? 0 : grad.first_head);
+    const int heads = by_key ? call.heads / call.group : call.heads;
     const Redo& redo = by_key ? grad.redo_keys : grad.redo_queries;
     const RowTile at = sequences.tile_of_block(by_key ? sequences.of_keys : sequences.of_queries, !by_key);
     if (!at) return redo.clear(at, heads, head);
     bool left = by_key && redo.any[(sequences.first + at.i) * heads + head] != 0;  // a row of its queries is far
     if (!left) {
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        Block<T, columns, biased, blocks, with_dbias> block{{ptx::shared_address(ptx::shared_memory())},
+        Block<T, columns, biased, blocks, with_ds> block{{ptx::shared_address(ptx::shared_memory())},
                                                             call,
                                                             grad,
                                                             s,
@@ -266,13 +268,13 @@ template <bool by_key>
 void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                 cudaStream_t stream) {
     const Blocks grid = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
-                               : tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+                               : tile_blocks(grad.heads, sequences.of_queries, call.queries, sequences.count);
     with_tiles<128>(call, [&]<class T, int columns>() {
         constexpr int blocks = by_key && columns > 64 ? 1 : 2;  // dk and dv together are as large
         auto* kernel = call.bias || call.mask ? warp_gradient_kernel<T, columns, true, by_key, blocks, false>
                                               : warp_gradient_kernel<T, columns, false, by_key, blocks, false>;
         if constexpr (!by_key)
-            if (grad.dbias) kernel = warp_gradient_kernel<T, columns, true, by_key, blocks, true>;
+            if (grad.ds) kernel = warp_gradient_kernel<T, columns, true, by_key, blocks, true>;
         launch(kernel, {grid, threads<blocks>, GradientTiles<T, columns>::bytes}, stream,
                by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", call,
                sequences, grad);
@@ -281,10 +283,13 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 
 }  // namespace
 
-void launch_warp_gradients(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                           cudaStream_t stream) {
-    if (grad.dk || grad.dv || grad.dbias) launch_for<true>(call, sequences, grad, stream);
-    if (grad.dq || grad.dbias) launch_for<false>(call, sequences, grad, stream);
+void launch_warp_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                        cudaStream_t stream) {
+    launch_for<true>(call, sequences, grad, stream);
+}
+void launch_warp_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
+                          cudaStream_t stream) {
+    launch_for<false>(call, sequences, grad, stream);
 }
 
 }  // namespace softdelta::cuda
