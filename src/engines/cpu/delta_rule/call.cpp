@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 
+#include "core/parallel.h"
 #include "engines/cpu/machine/isa.h"
 #include "engines/cpu/machine/thresholds.h"
 
@@ -67,7 +68,7 @@ DeltaCall::DeltaCall(const core::DeltaInputs& in, const core::DeltaOptions& opti
 
 kernels::DeltaRows DeltaCall::rows(const Tensor& t, const core::DeltaSequence& s, Index h, Of of) const {
     kernels::DeltaRows rows = rows_like(t, 1, of);
-    rows.data = place_of(t, rows).at(s, h);
+    rows.data = place_of(t, rows).at(s, h / parts_);
     return rows;
 }
 
@@ -111,7 +112,20 @@ Index DeltaCall::unit_key_heads(int threads, bool all_are_steps) const {
     return key_heads_of_unit(thresholds::delta_long_key_heads, units);
 }
 
+DeltaCall DeltaCall::in_parts(int threads) const {
+    const Index units = sequences() * key_heads(), heads = group(), most = core::all_threads(threads);
+    DeltaCall call = *this;
+    if (heads == 1 || units >= most) return call;
+    // what the busiest thread does, in halves of a value head: keys are as much as one of them
+    const auto time = [&](Index parts) { return (units * parts + most - 1) / most * (2 * heads / parts + 1); };
+    for (Index parts = 2; parts <= heads; ++parts)
+        if (heads % parts == 0 && time(parts) < time(call.parts_)) call.parts_ = parts;
+    call.common_.group = call.group();
+    return call;
+}
+
 Index DeltaCall::key_heads_of_unit(Index most, Index units) const {
+    if (parts_ > 1) return 1;
     const kernels::DeltaHeads one = largest(1);
     const Index states = one.heads() * one.key_size * one.value_size * static_cast<Index>(sizeof(float));
     Index count = 1;
@@ -147,7 +161,8 @@ DeltaCall::Shares DeltaCall::shares(Index threads) const {
 void DeltaCall::place(kernels::DeltaHeads& heads, const core::DeltaSequence& s, Index h) const {
     heads.tokens = s.count * options_.steps;
     const Index hv = first_value_head(h);
-    heads.q.data = q_.at(s, h), heads.k.data = k_.at(s, h), heads.p.data = p_.at(s, h);
+    const Index key_head = h / parts_;
+    heads.q.data = q_.at(s, key_head), heads.k.data = k_.at(s, key_head), heads.p.data = p_.at(s, key_head);
     heads.v.data = v_.at(s, hv), heads.g.data = g_.at(s, hv), heads.beta.data = beta_.at(s, hv);
     if (in_.g_gamma) heads.g_gamma = parameters(in_.g_gamma, h, 1);
     const auto [A_log, bias] = core::gate_parameters(in_);
@@ -249,8 +264,9 @@ void DeltaCall::clear(const core::DeltaOutputs& out, Index sequence, Index h, In
         const auto last = static_cast<std::size_t>(t.rank - 1);
         for (Index c = 0; c < t.shape[last]; ++c) core::store(t, offset + c * t.stride[last], 0);
     };
+    const Index all = group() * parts_;
     for (Index place = h * group(); place < (h + count) * group(); ++place) {
-        const Index hv = core::value_head_of(in_, options_, place / group(), place % group());
+        const Index hv = core::value_head_of(in_, options_, place / all, place % all);
         for (const Tensor* rows : {&out.o, &out.u}) {
             const Index steps = rows == &out.u ? options_.steps : 1;
             for (Index i = s.begin * steps; *rows && i < (s.begin + s.count) * steps; ++i)

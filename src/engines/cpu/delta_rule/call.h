@@ -19,14 +19,22 @@ class DeltaCall {
     core::DeltaSequence sequence(Index n) const { return core::sequence(in_, n); }
     // Of a sequence, or where a token has several steps their rows: kernels take each for a token.
     Index tokens(Index sequence) const { return core::step_sequence(in_, options_, sequence).count; }
-    Index key_heads() const { return in_.q.shape[2]; }
+    // Of a call whose groups are cut in parts, each part is a key head.
+    Index key_heads() const { return in_.q.shape[2] * parts_; }
     Index value_heads() const { return in_.v.shape[2]; }
     Index group() const { return value_heads() / key_heads(); }
+    // The same call for so many threads: where key heads are few, their value heads in parts, each with the keys once
+    // more.
+    DeltaCall in_parts(int threads) const;
+    Index parts() const { return parts_; }  // of a group
     // Whether value heads of a key head lie key_heads() apart, and not side by side. A unit then has one key head,
     // whose value heads have a stride again.
-    bool tiled() const { return options_.head_order == core::HeadOrder::tiled && group() > 1; }
+    bool tiled() const { return options_.head_order == core::HeadOrder::tiled && value_heads() > in_.q.shape[2]; }
     // Where value head hv stands when those of each key head are neighbours.
-    Index place_of(Index hv) const { return tiled() ? hv % key_heads() * group() + hv / key_heads() : hv; }
+    Index place_of(Index hv) const {
+        const Index all = in_.q.shape[2];
+        return tiled() ? hv % all * (value_heads() / all) + hv / all : hv;
+    }
 
     // Key heads of a unit of work: heads side by side share pages of memory, row after row of them.
     Index unit_key_heads() const;
@@ -103,8 +111,10 @@ class DeltaCall {
     // Of `states`, those of earlier sequences in the same batch row.
     Index intervals_before(Index sequence) const;
     // The first value head of key head h, and from each of its value heads to the next.
-    Index first_value_head(Index h) const { return tiled() ? h : h * group(); }
-    Index value_head_step() const { return tiled() ? key_heads() : 1; }
+    Index first_value_head(Index h) const {
+        return tiled() ? h / parts_ + h % parts_ * group() * value_head_step() : h * group();
+    }
+    Index value_head_step() const { return tiled() ? in_.q.shape[2] : 1; }
     // Rows of a tensor [B, nT, heads, ·] or [B, nT, heads] from key head h on, or from its value heads. Of [B, T, ..]
     // those of the first or of the last of a token's steps.
     enum class Of { steps, first_steps, last_steps };
@@ -130,6 +140,7 @@ class DeltaCall {
 
     const core::DeltaInputs& in_;
     const core::DeltaOptions& options_;
+    Index parts_ = 1;             // of a group
     kernels::DeltaHeads common_;  // what all heads have, and the most tokens
     Place q_, k_, p_, v_, g_, beta_;
 };

@@ -68,9 +68,10 @@ std::size_t delta_forward_workspace(const core::DeltaInputs& in, const core::Del
     const kernels::Table& table = selected_kernels();
     const DeltaCall call(in, options, execution, table);
     const int threads = core::useful_threads(execution.threads, delta_work(call, in, Direction::forward));
-    if (DeltaSplitPass::pays(call, table, out, threads))
+    const DeltaCall parts = call.in_parts(threads);
+    if (DeltaSplitPass::pays(parts, table, out, threads))
         return Workspace::with_alignment(DeltaSplitPass(call, table, out, threads).bytes());
-    return Workspace::with_alignment(Pass(call, table, out, threads).bytes());
+    return Workspace::with_alignment(Pass(parts, table, out, threads).bytes());
 }
 
 std::size_t delta_forward_bound(const core::DeltaInputs& in, const core::DeltaOptions& options,
@@ -102,10 +103,11 @@ void delta_forward(const core::DeltaInputs& in, const core::DeltaOptions& option
         const Workspace workspace(execution, pass.bytes());
         pass.run(workspace.data());
     };
-    if (DeltaSplitPass::pays(call, table, out, threads))
+    const DeltaCall parts = call.in_parts(threads);
+    if (DeltaSplitPass::pays(parts, table, out, threads))
         run(DeltaSplitPass(call, table, out, threads));
     else
-        run(Pass(call, table, out, threads));
+        run(Pass(parts, table, out, threads));
 }
 
 }  // namespace softdelta::cpu

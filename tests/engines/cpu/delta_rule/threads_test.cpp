@@ -112,6 +112,31 @@ TEST(DeltaFastThreads, ChangeNoBitOfFewHeads) {
     });
 }
 
+// Many value heads of few key heads: they are units in parts, which backward add to the same sums one after the other.
+TEST(DeltaFastThreads, ChangeNoBitOfLargeGroups) {
+    DeltaRanges ranges{.batch = 2, .tokens = 260, .heads = 2, .group = 9, .key_channels = 40, .value_channels = 40};
+    ranges.tiled = ranges.steps = true;
+    for_each_level([&](const std::string& level) {
+        const std::uint64_t first = first_seed(17000), count = static_cast<std::uint64_t>(call_count(16));
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            ranges.dtypes = {seed % 3 == 0 ? DType::bf16 : DType::f32};
+            ranges.hard = seed % 4 == 0;
+            const FastDelta call(draw_delta(seed, ranges));
+            const std::string what = level + ", " + call.describe();
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.forward(call.forward_names(), on_threads(threads), memory);
+                },
+                what, {2, 5, 16});
+            expect_one_result(
+                [&](int threads, Memory memory) {
+                    return call.backward(call.gradient_names(), on_threads(threads), memory, call.drawn_keep());
+                },
+                what, {2, 5, 16});
+        }
+    });
+}
+
 // So it is where kept states shrink.
 TEST(DeltaFastThreads, ChangeNoBitOfShrinkingStates) {
     for_each_level([&](const std::string& level) {
