@@ -1,5 +1,7 @@
 // Units of the backward pass: a few key heads of a sequence with their value heads.
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <optional>
 
 #include "core/parallel.h"
@@ -20,11 +22,16 @@ class Backward {
   public:
     Backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
              const core::DeltaGradients& grad, const kernels::Table& table)
+        : Backward(in, DeltaCall(in, options, execution, table), execution, grad, table) {}
+
+  private:
+    Backward(const core::DeltaInputs& in, const DeltaCall& call, const core::Execution& execution,
+             const core::DeltaGradients& grad, const kernels::Table& table)
         : grad_(grad),
-          call_(in, options, execution, table),
           kernel_(*table.delta_backward),
-          threads_(core::useful_threads(execution.threads, delta_work(call_, in, Direction::backward))),
-          is_shared_(DeltaSplitBackward::pays(call_, threads_)),
+          threads_(core::useful_threads(execution.threads, delta_work(call, in, Direction::backward))),
+          is_shared_(DeltaSplitBackward::pays(call.in_parts(threads_), threads_)),
+          call_(is_shared_ ? call : call.in_parts(threads_)),
           key_heads_(is_shared_ ? 1 : unit_key_heads()),
           units_(call_.sequences() * units_of_sequence()),
           sums_size_(2 + call_.largest(1).channels()),
@@ -32,6 +39,7 @@ class Backward {
         if (is_shared_) split_.emplace(call_, *table.delta_backward_split, grad, sums_size_, threads_);
     }
 
+  public:
     std::size_t bytes() {
         kernels::Scratch count(nullptr);
         take(count);
@@ -41,6 +49,7 @@ class Backward {
     void run(std::byte* memory) {
         kernels::Scratch scratch(memory);
         take(scratch);
+        if (relayed_chunks_ != nullptr) std::uninitialized_value_construct_n(relayed_chunks_, units_);
         if (is_shared_) split_->run(memory_, sums_, left_);
         if (!is_shared_ || std::count(left_, left_ + units_, 0) < units_) run_units();
         store_gate_sums();
@@ -55,10 +64,23 @@ class Backward {
                 const Index n = unit / units_of_sequence(), h = unit % units_of_sequence() * key_heads_;
                 kernels::DeltaGradients g = call_.gradients(grad_, n, h);
                 g.gate_sums = sums(n, h * call_.group());
+                if (call_.parts() > 1) g.relay = relay(unit);
                 kernel_.run(call_.heads(n, h, key_heads_), own, g);
             };
         });
     }
+
+    // Between the parts of a key head, which are units one after the other.
+    kernels::DeltaRelay relay(Index unit) const {
+        const Index parts = call_.parts(), part = unit % parts, tokens = call_.largest(1).tokens;
+        kernels::DeltaRelay relay{nullptr, nullptr, nullptr, relayed_row(), nullptr, nullptr, core::wait_until};
+        float** sum[] = {&relay.dq, &relay.dk, &relay.dp};
+        for (Index i = 0; i < 3; ++i) *sum[i] = relayed_ + (unit / parts * 3 + i) * tokens * relayed_row();
+        if (part > 0) relay.before = relayed_chunks_ + unit - 1;
+        if (part + 1 < parts) relay.done = relayed_chunks_ + unit;
+        return relay;
+    }
+    Index relayed_row() const { return (call_.largest(1).key_size + 15) / 16 * 16; }
 
     // Memory that grows with the sequence, for states that the forward pass did not keep, bounds how many there are.
     Index unit_key_heads() const {
@@ -75,6 +97,10 @@ class Backward {
 
     void take(kernels::Scratch& memory) {
         sums_ = memory.take<double>(call_.sequences() * call_.value_heads() * sums_size_);
+        if (call_.parts() > 1) {
+            relayed_ = memory.take<float>(units_ / call_.parts() * 3 * call_.largest(1).tokens * relayed_row());
+            relayed_chunks_ = memory.take<std::atomic<Index>>(units_);
+        }
         thread_bytes_ = thread_bytes(key_heads_);
         std::size_t bytes = static_cast<std::size_t>(team_.workers) * thread_bytes_;
         if (is_shared_) bytes = std::max(bytes, split_->bytes()), left_ = memory.take<Index>(units_);
@@ -100,13 +126,15 @@ class Backward {
     }
 
     const core::DeltaGradients& grad_;
-    const DeltaCall call_;
     const kernels::DeltaBackward& kernel_;
     const int threads_;
     const bool is_shared_;  // heads, by threads
+    const DeltaCall call_;
     const Index key_heads_, units_, sums_size_;
     const core::Team team_;
-    double* sums_ = nullptr;  // [sequences, value heads, 2 + channels]
+    double* sums_ = nullptr;    // [sequences, value heads, 2 + channels]
+    float* relayed_ = nullptr;  // [sequences, key heads, 3, tokens, K] of key heads whose value heads are several units
+    std::atomic<Index>* relayed_chunks_ = nullptr;  // [units]
     std::size_t thread_bytes_ = 0;
     std::byte* memory_ = nullptr;  // of the threads, and of the pass that shares heads: one after the other
     std::optional<DeltaSplitBackward> split_;

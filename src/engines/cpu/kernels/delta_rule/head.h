@@ -2,6 +2,7 @@
 // them, and what kernels do with them. Formulas and names are those of docs/math.md, "The chunk form".
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 
 #include "core/dtype.h"
@@ -118,6 +119,16 @@ struct DeltaForward {
     void (*run)(const DeltaHeads& head, std::byte* scratch, const DeltaOutput& out);
 };
 
+// Where the value heads of a key head are several units, each goes on from the sums of the one before, chunk by chunk
+// from the last to the first: no sum has another order than in one unit.
+struct DeltaRelay {
+    float *dq, *dk, *dp;                         // [T, K] of the key head, in rows of whole vectors
+    Index row = 0;                               // floats from one to the next
+    const std::atomic<Index>* before = nullptr;  // chunks that the unit before has done; null: this is the first one
+    std::atomic<Index>* done = nullptr;          // chunks that this one has done; null: it is the last one
+    void (*wait)(const std::atomic<Index>&, Index);  // until there are so many
+};
+
 struct DeltaGradients {
     DeltaRows d_o;                // [heads, T, V]; null: 0
     DeltaStates dfinal_state;     // [heads, K, V]; null: 0
@@ -130,6 +141,7 @@ struct DeltaGradients {
     DeltaStates states;           // of the forward pass, [heads, intervals, K, V],
     DeltaRows u;                  // and [heads, T, V]; null: both are made anew
     Index state_interval = 0;     // tokens between these states, at most most_kept_interval
+    DeltaRelay relay{};           // of dq, dk and dp
 };
 
 // Rows of a forward pass, for products of bf16; others divide it. With 32, 2 of 800 drawn calls exceeded their limit of

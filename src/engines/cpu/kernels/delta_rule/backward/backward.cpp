@@ -93,6 +93,8 @@ class BackwardPass {
     }
     bool is_first_of_group(Index h) const { return h % heads_.group == 0; }
     bool is_last_of_group(Index h) const { return (h + 1) % heads_.group == 0; }
+    // Whether nothing is added to dq, dk and dp before this head.
+    bool begins_sums(Index h) const { return is_first_of_group(h) && grad_.relay.before == nullptr; }
     Saved<P> saved(Index chunk, Index h) const {
         const Index at = chunk * heads_at_once_ + h - first_;
         return {saved_states_ + at * transposed_state(sizes_),
@@ -200,11 +202,25 @@ class BackwardPass {
         const Index end = first_ + heads_at_once_;
         for (Index chunk = chunks(begin_); chunk-- > 0;)
             for (Index h = first_; h < end; ++h) {
-                if (is_first_of_group(h)) prepared_.load_key_head(key_tokens(chunk, h));
+                if (is_first_of_group(h)) begin_key_head(key_tokens(chunk, h));
                 next_ = h + 1 < end ? next_of_backward(chunk, h + 1) : next_of_backward(chunk - 1, first_);
                 run_value_head(tokens_of(chunk, h), saved(chunk, h));
-                if (is_last_of_group(h)) chunk_.rows.store_keys(key_tokens(chunk, h), prepared_.keys());
+                if (is_last_of_group(h)) end_key_head(key_tokens(chunk, h));
             }
+    }
+
+    void begin_key_head(const Tokens& at) {
+        prepared_.load_key_head(at);
+        const DeltaRelay& relay = grad_.relay;
+        if (relay.before == nullptr) return;
+        relay.wait(*relay.before, ++taken_);
+        chunk_.rows.take_sums(at);
+    }
+    void end_key_head(const Tokens& at) {
+        std::atomic<Index>* done = grad_.relay.done;
+        if (done == nullptr) return chunk_.rows.store_keys(at, prepared_.keys());
+        chunk_.rows.pass_sums(at);
+        done->fetch_add(1, std::memory_order_release);
     }
 
     // Behind a chunk whose state the replay could not keep the digits of.
@@ -243,7 +259,7 @@ class BackwardPass {
     void run_chunk(const Tokens& at, const Saved<P>& save) {
         const Index K = heads_.key_size, V = heads_.value_size;
         const StateOnly dstate = dstates_.head(at.head);
-        const bool first = is_first_of_group(at.head);
+        const bool first = begins_sums(at.head);
         const ChunkGradients<P> d = chunk_.begin(first);
         SpreadPrefetch ahead = results_of(at);
         if (!is_kept_) ahead = with_saved(at, save, ahead);  // within a segment states stay in cache
@@ -259,7 +275,7 @@ class BackwardPass {
         const StatePanels<P> state = states_.head(is_kept_ ? 0 : at.head);
         restore_state(K, heads_.value_size, save.state, state);
         tokens_.run(at, prepared_.keys(), prepared_.gates(), state, grad_.d_o, dstates_.head(at.head));
-        chunk_.rows.add_tokens(at, is_first_of_group(at.head), tokens_, d_);
+        chunk_.rows.add_tokens(at, begins_sums(at.head), tokens_, d_);
     }
 
     const DeltaHeads& heads_;
@@ -283,6 +299,7 @@ class BackwardPass {
     Element<P>* saved_U_;
     TokenBackward<P> tokens_;
     SpreadPrefetch next_;
+    Index taken_ = 0;  // chunks whose sums came from another unit
 };
 
 template <class P>

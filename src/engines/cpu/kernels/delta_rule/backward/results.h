@@ -269,6 +269,14 @@ class GradientRows {
             .store_to(grad_.dg, gates.g, d.dg, d.key_row);
     }
 
+    // The sums over value heads of the units before, and those that the next one goes on from.
+    void take_sums(const Tokens& at) const {
+        for_each_sum(at, [](float* own, const float* relayed) { store(own, load(relayed)); });
+    }
+    void pass_sums(const Tokens& at) const {
+        for_each_sum(at, [](const float* own, float* relayed) { store(relayed, load(own)); });
+    }
+
     // dq, dk and dp of a key head's tokens, summed over its value heads.
     void store_keys(const Tokens& at, const KeyChunk<P>& keys) const {
         store_key(at, keys.q, keys.q_factor, keys.row, grad_.dq, dq_);
@@ -277,6 +285,17 @@ class GradientRows {
     }
 
   private:
+    // call(own, relayed): a vector of each.
+    template <class Call>
+    void for_each_sum(const Tokens& at, const Call& call) const {
+        const DeltaRelay& relay = grad_.relay;
+        float *const own[] = {dq_, dk_, dp_}, *const relayed[] = {relay.dq, relay.dk, relay.dp};
+        for (Index sum = 0; sum < (heads_.rule.own_p ? 3 : 2); ++sum)
+            for (Index i = 0; i < at.n; ++i)
+                for (Index m = 0; m < heads_.key_size; m += W)
+                    call(own[sum] + i * row_ + m, relayed[sum] + (at.begin + i) * relay.row + m);
+    }
+
     // β = c σ(x): dx = dβ·β·σ(−x), where 1 − σ(x) would lose its digits.
     void store_beta(const Tokens& at, const float* beta, float* dbeta) const {
         if (grad_.dbeta.data == nullptr) return;
