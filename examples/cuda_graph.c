@@ -68,7 +68,7 @@ static void describe(struct step* s, DLDeviceType device, float* operands, float
     s->out.size = sizeof s->out;
     s->out.o = &s->o;
     s->out.final_state = &s->state; /* in place */
-    s->options = softdelta_delta_options_default(SOFTDELTA_GATED_DELTA_RULE);
+    s->options = softdelta_delta_options_default(SOFTDELTA_RULE_GATED_DELTA);
     s->options.use_qk_l2norm_in_kernel = 1;
     s->execution = softdelta_execution_default();
 }

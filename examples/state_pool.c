@@ -44,7 +44,7 @@ static int forward(int64_t batch, int64_t tokens, int64_t sequences, int32_t* cu
     DLTensor state = view(states, kDLFloat, 32, 4, state_shape), cu = view(cu_seqlens, kDLInt, 32, 1, cu_shape);
     DLTensor indices = view(entries, kDLInt, 32, 1, entry_shape);
     softdelta_delta_inputs in = softdelta_delta_inputs_default();
-    softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_GATED_DELTA_RULE);
+    softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_RULE_GATED_DELTA);
     softdelta_delta_outputs out = {sizeof out, &o_view, &state, NULL,
                                    NULL}; /* final_state is initial_state: in place */
     softdelta_execution execution = softdelta_execution_default();

@@ -488,15 +488,15 @@ SOFTDELTA_API softdelta_status softdelta_cache_append(const softdelta_cache_appe
 
 /* The rules of the table above. */
 typedef enum softdelta_rule {
-    SOFTDELTA_DELTA_RULE = 0,          /* no gate */
-    SOFTDELTA_GATED_DELTA_RULE = 1,    /* a gate per head */
-    SOFTDELTA_KDA = 2,                 /* a gate per key channel */
-    SOFTDELTA_COMBA = 3,               /* a gate per head; erases along p, from the state before its decay */
-    SOFTDELTA_SIMPLE_GLA = 4,          /* a gate per head; erases nothing */
-    SOFTDELTA_GLA = 5,                 /* a gate per key channel; erases nothing */
-    SOFTDELTA_GDN2 = 6,                /* a gate per key channel; erases along p */
-    SOFTDELTA_GATED_DELTA_PRODUCT = 7, /* a gate per head or none, meant for several steps */
-    SOFTDELTA_DPLR = 8                 /* a gate per key channel; erases along p, from the state before its decay */
+    SOFTDELTA_RULE_DELTA = 0,               /* no gate */
+    SOFTDELTA_RULE_GATED_DELTA = 1,         /* a gate per head */
+    SOFTDELTA_RULE_KDA = 2,                 /* a gate per key channel */
+    SOFTDELTA_RULE_COMBA = 3,               /* a gate per head; erases along p, from the state before its decay */
+    SOFTDELTA_RULE_SIMPLE_GLA = 4,          /* a gate per head; erases nothing */
+    SOFTDELTA_RULE_GLA = 5,                 /* a gate per key channel; erases nothing */
+    SOFTDELTA_RULE_GDN2 = 6,                /* a gate per key channel; erases along p */
+    SOFTDELTA_RULE_GATED_DELTA_PRODUCT = 7, /* a gate per head or none, meant for several steps */
+    SOFTDELTA_RULE_DPLR = 8 /* a gate per key channel; erases along p, from the state before its decay */
 } softdelta_rule;
 
 /* Whether a rule has a gate. */
@@ -592,11 +592,11 @@ typedef struct softdelta_delta_options {
     int32_t steps;                      /* n, 1 to 64; 1 (so is 0) */
 } softdelta_delta_options;
 
-/* With defaults: what is optional is not given. */
-static inline softdelta_delta_options softdelta_delta_options_default(softdelta_rule rule) {
+/* With defaults, for a softdelta_rule or softdelta_rule_of_facts(…). */
+static inline softdelta_delta_options softdelta_delta_options_default(int32_t rule) {
     softdelta_delta_options o = {sizeof(softdelta_delta_options), 0, NAN, 0, 0, NAN, 0, 0, 0, 64,
                                  SOFTDELTA_HEAD_ORDER_GROUPED,    1};
-    o.rule = (int32_t)rule;
+    o.rule = rule;
     return o;
 }
 
@@ -790,17 +790,31 @@ SOFTDELTA_API softdelta_status softdelta_delta_fold_backward(const softdelta_del
                                                              const softdelta_delta_options* options,
                                                              const softdelta_execution* execution);
 
+/* Attention over each of several disjoint sets of keys; o and lse are required. */
+typedef struct softdelta_attention_merge_inputs {
+    size_t size;                /* of this structure */
+    const DLTensor* const* o;   /* o[r] [B, Lq, H, Dv] for r below count, of float types */
+    const DLTensor* const* lse; /* lse[r] [B, H, Lq] */
+    int64_t count;              /* 1 to 2^20 */
+} softdelta_attention_merge_inputs;
+
+/* With defaults: what is optional is not given. */
+static inline softdelta_attention_merge_inputs softdelta_attention_merge_inputs_default(void) {
+    softdelta_attention_merge_inputs s = {sizeof(softdelta_attention_merge_inputs), NULL, NULL, 0};
+    return s;
+}
+
 /* Attention over disjoint sets of keys, each computed for itself, put together in the order given:
  *
  *     lse = log Σ_r e^lse_r,   o = Σ_r e^(lse_r − lse) o_r
  *
- * o[r] is [B, Lq, H, Dv] and lse[r] is [B, H, Lq], of float types, for r below count. A row without a key has
- * lse_r = −∞ (SOFTDELTA_EMPTY_ROW_MINUS_INFINITY); without one in any set its o is 0 and its lse −∞. A sink joins one
- * of the sets. Sums are kept in f32, with an f64 o in f64. The error of an lse is the relative error of its share: f32
- * tells shares to 6e-5 at |lse| = 1024. Of execution only threads count. Tensors lie on the CPU. Errors:
- * INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. After Dao et al. (FlashAttention), Liu et al. (ring attention). */
-SOFTDELTA_API softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse,
-                                                         int64_t count, const softdelta_attention_outputs* outputs,
+ * A row without a key has lse_r = −∞ (SOFTDELTA_EMPTY_ROW_MINUS_INFINITY); without one in any set its o is 0 and its
+ * lse −∞. A sink joins one of the sets. Sums are kept in f32, with an f64 o in f64. The error of an lse is the relative
+ * error of its share: f32 tells shares to 6e-5 at |lse| = 1024. Of execution only threads count. Tensors lie on the
+ * CPU. Errors: INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY. After Dao et al. (FlashAttention), Liu et al. (ring
+ * attention). */
+SOFTDELTA_API softdelta_status softdelta_attention_merge(const softdelta_attention_merge_inputs* inputs,
+                                                         const softdelta_attention_outputs* outputs,
                                                          const softdelta_execution* execution);
 
 /* ---------------------------------------------------------------------------------------------------------------------

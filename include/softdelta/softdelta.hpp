@@ -897,8 +897,8 @@ inline void attention_merge(std::span<const AttentionOutputs> parts, const Atten
     for (const AttentionOutputs& part : parts) o.push_back(view(part.o)), lse.push_back(view(part.lse));
     detail::Views results;
     const auto out = detail::to_c(outputs, results);
-    detail::check(softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(parts.size()), &out,
-                                            detail::ExecutionView(execution).get()));
+    const softdelta_attention_merge_inputs in{sizeof in, o.data(), lse.data(), static_cast<std::int64_t>(parts.size())};
+    detail::check(softdelta_attention_merge(&in, &out, detail::ExecutionView(execution).get()));
 }
 
 // Writes outputs.y and outputs.final_state, those that are given.

@@ -38,15 +38,15 @@ constexpr int row_of(std::string_view name) {
         if (core::rules.at(i).name == name) return static_cast<int>(i);
     return -1;
 }
-static_assert(same(SOFTDELTA_DELTA_RULE, Rule::delta_rule, row_of("delta_rule")));
-static_assert(same(SOFTDELTA_GATED_DELTA_RULE, Rule::gated_delta_rule, row_of("gated_delta_rule")));
-static_assert(same(SOFTDELTA_KDA, Rule::kda, row_of("kda")));
-static_assert(same(SOFTDELTA_COMBA, Rule::comba, row_of("comba")));
-static_assert(same(SOFTDELTA_SIMPLE_GLA, Rule::simple_gla, row_of("simple_gla")));
-static_assert(same(SOFTDELTA_GLA, Rule::gla, row_of("gla")));
-static_assert(same(SOFTDELTA_GDN2, Rule::gdn2, row_of("gdn2")));
-static_assert(same(SOFTDELTA_GATED_DELTA_PRODUCT, Rule::gated_delta_product, row_of("gated_delta_product")));
-static_assert(same(SOFTDELTA_DPLR, Rule::dplr, row_of("dplr")));
+static_assert(same(SOFTDELTA_RULE_DELTA, Rule::delta_rule, row_of("delta_rule")));
+static_assert(same(SOFTDELTA_RULE_GATED_DELTA, Rule::gated_delta_rule, row_of("gated_delta_rule")));
+static_assert(same(SOFTDELTA_RULE_KDA, Rule::kda, row_of("kda")));
+static_assert(same(SOFTDELTA_RULE_COMBA, Rule::comba, row_of("comba")));
+static_assert(same(SOFTDELTA_RULE_SIMPLE_GLA, Rule::simple_gla, row_of("simple_gla")));
+static_assert(same(SOFTDELTA_RULE_GLA, Rule::gla, row_of("gla")));
+static_assert(same(SOFTDELTA_RULE_GDN2, Rule::gdn2, row_of("gdn2")));
+static_assert(same(SOFTDELTA_RULE_GATED_DELTA_PRODUCT, Rule::gated_delta_product, row_of("gated_delta_product")));
+static_assert(same(SOFTDELTA_RULE_DPLR, Rule::dplr, row_of("dplr")));
 
 static_assert(same(SOFTDELTA_GATE_NONE, RuleGate::none, core::Gate::none));
 static_assert(same(SOFTDELTA_GATE_HEAD, RuleGate::head, core::Gate::scalar));

@@ -53,6 +53,8 @@ inline constexpr std::size_t first_size<softdelta_delta_fold_inputs> = 32;
 template <>
 inline constexpr std::size_t first_size<softdelta_delta_fold_outputs> = 24;
 template <>
+inline constexpr std::size_t first_size<softdelta_attention_merge_inputs> = 32;
+template <>
 inline constexpr std::size_t first_size<softdelta_causal_convolution_inputs> = 72;
 template <>
 inline constexpr std::size_t first_size<softdelta_causal_convolution_options> = 16;
@@ -83,9 +85,9 @@ static_assert(
           softdelta_attention_options, softdelta_attention_outputs, softdelta_attention_gradients,
           softdelta_delta_inputs, softdelta_delta_options, softdelta_delta_outputs, softdelta_delta_gradients,
           softdelta_delta_summary_outputs, softdelta_delta_summary_gradients, softdelta_delta_fold_inputs,
-          softdelta_delta_fold_outputs, softdelta_causal_convolution_inputs, softdelta_causal_convolution_options,
-          softdelta_causal_convolution_outputs, softdelta_causal_convolution_gradients, softdelta_gated_norm_inputs,
-          softdelta_gated_norm_options, softdelta_gated_norm_outputs, softdelta_gated_norm_gradients,
-          softdelta_isa_level, softdelta_rounding>);
+          softdelta_delta_fold_outputs, softdelta_attention_merge_inputs, softdelta_causal_convolution_inputs,
+          softdelta_causal_convolution_options, softdelta_causal_convolution_outputs,
+          softdelta_causal_convolution_gradients, softdelta_gated_norm_inputs, softdelta_gated_norm_options,
+          softdelta_gated_norm_outputs, softdelta_gated_norm_gradients, softdelta_isa_level, softdelta_rounding>);
 
 }  // namespace softdelta::api

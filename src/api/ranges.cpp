@@ -185,13 +185,14 @@ softdelta_status softdelta_delta_fold_backward(const softdelta_delta_fold_inputs
     });
 }
 
-softdelta_status softdelta_attention_merge(const DLTensor* const* o, const DLTensor* const* lse, std::int64_t count,
+softdelta_status softdelta_attention_merge(const softdelta_attention_merge_inputs* inputs,
                                            const softdelta_attention_outputs* outputs,
                                            const softdelta_execution* execution) {
     using namespace softdelta;
     using enum core::Symbol;
     return api::guard([&] {
         constexpr std::int64_t most = 1 << 20;
+        const auto [size, o, lse, count] = api::read_struct("inputs", inputs);
         if (count < 1 || count > most) api::refuse("count", std::to_string(count), "1 to " + std::to_string(most));
         const core::Execution how = api::check_execution(execution).execution;
         std::vector<core::AttentionOutputs> parts;

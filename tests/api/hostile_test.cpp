@@ -323,18 +323,18 @@ class HostileCall {
         in.q = wanted({1, 4, 2, 2});
         in.k = wanted({1, 4, 2, 2});
         in.v = wanted({1, 4, 4, 3});
-        if (rule_ == SOFTDELTA_KDA) in.g = wanted({1, 4, 4, 2});
-        if (rule_ == SOFTDELTA_GATED_DELTA_RULE || rule_ == SOFTDELTA_COMBA) in.g = wanted({1, 4, 4});
-        if (rule_ == SOFTDELTA_SIMPLE_GLA) in.g_gamma = maybe({4});
-        if (rule_ != SOFTDELTA_SIMPLE_GLA) in.beta = maybe({1, 4, 4});
-        if (rule_ == SOFTDELTA_COMBA) in.p = wanted({1, 4, 2, 2});
+        if (rule_ == SOFTDELTA_RULE_KDA) in.g = wanted({1, 4, 4, 2});
+        if (rule_ == SOFTDELTA_RULE_GATED_DELTA || rule_ == SOFTDELTA_RULE_COMBA) in.g = wanted({1, 4, 4});
+        if (rule_ == SOFTDELTA_RULE_SIMPLE_GLA) in.g_gamma = maybe({4});
+        if (rule_ != SOFTDELTA_RULE_SIMPLE_GLA) in.beta = maybe({1, 4, 4});
+        if (rule_ == SOFTDELTA_RULE_COMBA) in.p = wanted({1, 4, 2, 2});
         if (draw_.once_in(2)) in.cu_seqlens = integers({3}, {0, 1, 4});
         in.initial_state = maybe({in.cu_seqlens != nullptr ? 2 : 1, 4, 2, 3});
         draw_pool(in);
         if (in.final_state_indices != nullptr && draw_.once_in(2))
             in.snapshot_indices = integers({1, in.cu_seqlens != nullptr ? 2 : 1}, {-1, -1});
         if (draw_.once_in(4)) in.A_log = wanted({4});
-        if (draw_.once_in(8)) in.dt_bias = wanted({rule_ == SOFTDELTA_KDA ? 8 : 4});
+        if (draw_.once_in(8)) in.dt_bias = wanted({rule_ == SOFTDELTA_RULE_KDA ? 8 : 4});
         return in;
     }
     softdelta_delta_options delta_options() {

@@ -20,7 +20,7 @@ int main(int argc, char** argv) {
     DLTensor out{o.data(), {kDLCPU, 0}, 4, {kDLFloat, 32, 1}, shape, nullptr, 0};
     softdelta_delta_inputs inputs = softdelta_delta_inputs_default();
     inputs.q = inputs.k = inputs.v = &in;
-    const softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_DELTA_RULE);
+    const softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_RULE_DELTA);
     softdelta_execution execution = softdelta_execution_default();
     execution.threads = 2;
     const softdelta_delta_outputs outputs{sizeof outputs, &out, nullptr, nullptr, nullptr};

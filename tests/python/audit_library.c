@@ -17,7 +17,7 @@ __attribute__((visibility("default"))) softdelta_status softdelta_delta_forward(
                                                                                 const softdelta_delta_options* options,
                                                                                 const softdelta_execution* execution) {
     (void)execution;
-    if (options->rule != SOFTDELTA_DELTA_RULE || in->q->dtype.bits != 32) return SOFTDELTA_UNSUPPORTED;
+    if (options->rule != SOFTDELTA_RULE_DELTA || in->q->dtype.bits != 32) return SOFTDELTA_UNSUPPORTED;
     const int64_t K = in->q->shape[3], V = in->v->shape[3], HV = in->v->shape[2], group = HV / in->q->shape[2];
     const int64_t N = in->cu_seqlens ? in->cu_seqlens->shape[0] - 1 : in->q->shape[0];
     const int64_t* bounds = in->cu_seqlens ? (const int64_t*)in->cu_seqlens->data : NULL;

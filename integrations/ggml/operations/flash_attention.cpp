@@ -217,7 +217,8 @@ std::string merge(const Node& x, const Result& a, const Result& b, const Result&
     ResultViews first(x, 1, a), second(x, 1, b), to(x, 1, result);
     const DLTensor *o[] = {first.out.o, second.out.o}, *lse[] = {first.out.lse, second.out.lse};
     const softdelta_execution execution = execution_of(resources);
-    if (softdelta_attention_merge(o, lse, 2, &to.out, &execution) != SOFTDELTA_OK) return softdelta_last_error();
+    const softdelta_attention_merge_inputs in{sizeof in, o, lse, 2};
+    if (softdelta_attention_merge(&in, &to.out, &execution) != SOFTDELTA_OK) return softdelta_last_error();
     return "";
 }
 

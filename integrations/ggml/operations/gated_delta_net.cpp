@@ -77,7 +77,7 @@ std::string run(const Node& op, const Part& part, std::int64_t begin, std::int64
     in.beta = beta.get();
     in.initial_state = initial.get();
     softdelta_delta_options options =
-        softdelta_delta_options_default(op.channel_gate() ? SOFTDELTA_KDA : SOFTDELTA_GATED_DELTA_RULE);
+        softdelta_delta_options_default(op.channel_gate() ? SOFTDELTA_RULE_KDA : SOFTDELTA_RULE_GATED_DELTA);
     options.scale = 1 / std::sqrt(static_cast<float>(s));
     options.head_order = SOFTDELTA_HEAD_ORDER_TILED;
     options.state_v_first = 1;  // ggml keeps the state transposed: row j is column j of S

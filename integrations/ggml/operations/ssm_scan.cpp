@@ -112,7 +112,7 @@ std::string run(const Node& op, std::int64_t begin, std::int64_t count, const St
     in.v = v.get();
     in.g = g.get();
     in.initial_state = initial.get();
-    softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_SIMPLE_GLA);
+    softdelta_delta_options options = softdelta_delta_options_default(SOFTDELTA_RULE_SIMPLE_GLA);
     options.scale = 1;
     options.state_v_first = 1;
     return delta_forward(in, o.out(), final.out(), options, resources.threads);

@@ -53,9 +53,8 @@ void merge(const nb::tuple& parts, const nb::tuple& outputs, int threads, bool b
     }
     const auto out = tensors_of<AttentionOutputs>(views, outputs);
     const softdelta_execution execution = How{nullptr, threads, bf16}.execution(views);
-    run([&] {
-        return softdelta_attention_merge(o.data(), lse.data(), static_cast<std::int64_t>(o.size()), &out, &execution);
-    });
+    const softdelta_attention_merge_inputs in{sizeof in, o.data(), lse.data(), static_cast<std::int64_t>(o.size())};
+    run([&] { return softdelta_attention_merge(&in, &out, &execution); });
 }
 
 }  // namespace
