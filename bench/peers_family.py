@@ -143,6 +143,9 @@ def rows(machine):
         yield Row(f"delta Mamba-2 forward T4096 {shape} {dtype}", "transformers", mamba2_forward(dtype=dtype), 6,
                   0.55 if dtype == "f32" else None)
         yield Row(f"delta Mamba-2 forward + backward T4096 {shape} {dtype}", "transformers", mamba2_both(dtype=dtype), 6)
+    one_group = dict(T=2048, heads=16, groups=1)
+    for name, work in (("forward", mamba2_forward), ("forward + backward", mamba2_both)):
+        yield Row(f"delta Mamba-2 {name} T2048 H1/16 D64 state 128 f32", "transformers", work(**one_group), 6)
     for T in (512, 4096):
         yield Row(f"delta Mamba-2 forward T{T} {shape} f32: ggml", "ggml ssm_scan", mamba2_ggml(T=T), 3)
     yield Row("delta RWKV-7 forward T512 H32 D64 f32: ggml", "ggml rwkv_wkv7", rwkv7_ggml(512), 3)
