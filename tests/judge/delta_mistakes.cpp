@@ -18,6 +18,13 @@ io::MakeOptions inputs(const char* op) {
     return o;
 }
 
+// Tokens of two steps, so that rows of chunks are steps; the last chunk is a tail again.
+io::MakeOptions in_steps(const char* op) {
+    io::MakeOptions o = inputs(op);
+    o.steps = 2, o.tokens = 75;
+    return o;
+}
+
 io::MakeOptions packed(const char* op) {
     io::MakeOptions o = inputs(op);
     o.lengths = {70, 0, 17, 63};
@@ -198,6 +205,54 @@ std::vector<Mistake> delta_mistakes() {
         mistake("dbeta without key path, gdn2", M::dbeta_without_key_path, "dbeta_without_key_path", "dbeta",
                 inputs("gdn2")),
         mistake("dstate without erase, gdn2", M::dstate_without_erase, "dstate_without_erase", "dk", inputs("gdn2")),
+
+        mistake("score without diagonal, steps of gated_delta_product", M::score_without_diagonal,
+                "score_without_diagonal", "o", in_steps("gated_delta_product")),
+        mistake("L with its diagonal, steps of gated_delta_product", M::erase_with_diagonal, "erase_with_diagonal", "o",
+                in_steps("gated_delta_product")),
+        mistake("inverse of first order, steps of gated_delta_product", M::inverse_first_order, "inverse_first_order",
+                "o", in_steps("gated_delta_product")),
+        mistake("v_new without w S, steps of gated_delta_product", M::v_new_ignores_state, "v_new_ignores_state", "o",
+                in_steps("gated_delta_product")),
+        mistake("u without beta, steps of gated_delta_product", M::u_without_beta, "u_without_beta", "o",
+                in_steps("gated_delta_product")),
+        mistake("state not decayed, steps of gated_delta_product", M::state_not_decayed, "state_not_decayed", "o",
+                in_steps("gated_delta_product")),
+        mistake("tail rows lost, steps of gated_delta_product", M::tail_rows_lost, "tail_rows_lost", "o",
+                in_steps("gated_delta_product")),
+        mistake("dL not transposed, steps of gated_delta_product", M::dL_not_transposed, "dL_not_transposed", "dk",
+                in_steps("gated_delta_product")),
+        mistake("dA without dw, steps of gated_delta_product", M::dA_without_w, "dA_without_w", "dbeta",
+                in_steps("gated_delta_product")),
+        mistake("dk without erase scores, steps of gated_delta_product", M::dk_without_erase_scores,
+                "dk_without_erase_scores", "dk", in_steps("gated_delta_product")),
+        mistake("dg without erase path, steps of gated_delta_product", M::dg_without_erase_path,
+                "dg_without_erase_path", "dg", in_steps("gated_delta_product")),
+        mistake("dbeta without value path, steps of gated_delta_product", M::dbeta_without_value_path,
+                "dbeta_without_value_path", "dbeta", in_steps("gated_delta_product")),
+        mistake("gradient of the state without erasing, steps of gated_delta_product", M::dstate_without_erase,
+                "dstate_without_erase", "dk", in_steps("gated_delta_product")),
+        mistake("score without diagonal, steps of dplr", M::score_without_diagonal, "score_without_diagonal", "o",
+                in_steps("dplr")),
+        mistake("L with its diagonal, steps of dplr", M::erase_with_diagonal, "erase_with_diagonal", "o",
+                in_steps("dplr")),
+        mistake("inverse of first order, steps of dplr", M::inverse_first_order, "inverse_first_order", "o",
+                in_steps("dplr")),
+        mistake("v_new without w S, steps of dplr", M::v_new_ignores_state, "v_new_ignores_state", "o",
+                in_steps("dplr")),
+        mistake("u without beta, steps of dplr", M::u_without_beta, "u_without_beta", "o", in_steps("dplr")),
+        mistake("state not decayed, steps of dplr", M::state_not_decayed, "state_not_decayed", "o", in_steps("dplr")),
+        mistake("tail rows lost, steps of dplr", M::tail_rows_lost, "tail_rows_lost", "o", in_steps("dplr")),
+        mistake("dL not transposed, steps of dplr", M::dL_not_transposed, "dL_not_transposed", "dp", in_steps("dplr")),
+        mistake("dA without dw, steps of dplr", M::dA_without_w, "dA_without_w", "dbeta", in_steps("dplr")),
+        mistake("dk without erase scores, steps of dplr", M::dk_without_erase_scores, "dk_without_erase_scores", "dk",
+                in_steps("dplr")),
+        mistake("dg without erase path, steps of dplr", M::dg_without_erase_path, "dg_without_erase_path", "dg",
+                in_steps("dplr")),
+        mistake("dbeta without value path, steps of dplr", M::dbeta_without_value_path, "dbeta_without_value_path",
+                "dbeta", in_steps("dplr")),
+        mistake("gradient of the state without erasing, steps of dplr", M::dstate_without_erase, "dstate_without_erase",
+                "dk", in_steps("dplr")),
     };
 }
 
