@@ -10,7 +10,7 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 256, unit = 8;
+constexpr int bias_threads = 256, unit = 8;
 
 // What a turn adds: to bias heads [first_head, first_head + heads) of bias batch rows [first_batch, …).
 struct BiasTurn {
@@ -45,8 +45,8 @@ __device__ void load_unit(const T* from, float (&x)[unit]) {
 
 // A thread has eight keys of a query.
 template <class T>
-__global__ void __launch_bounds__(threads) bias_sum_kernel(const __grid_constant__ BiasTurn turn) {
-    const Index units = (turn.keys + unit - 1) / unit, place = Index(blockIdx.x) * threads + threadIdx.x;
+__global__ void __launch_bounds__(bias_threads) bias_sum_kernel(const __grid_constant__ BiasTurn turn) {
+    const Index units = (turn.keys + unit - 1) / unit, place = Index(blockIdx.x) * bias_threads + threadIdx.x;
     if (place >= turn.queries * units) return;
     const Index i = place / units, j = place % units * unit;
     const int head = turn.first_head + static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
@@ -95,13 +95,13 @@ __global__ void __launch_bounds__(threads) bias_sum_kernel(const __grid_constant
 }
 
 // dbias of packed sequences where no tile of keys is: a block has a head of a sequence.
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(bias_threads)
     clear_bias_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
     const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
     const Index from = (s.k_count + tile_rows - 1) / tile_rows * tile_rows, width = grad.bias_keys - from;
     const Index* stride = grad.dbias.stride;
     const Index base = s.mask_batch * stride[0] + Index(blockIdx.x) * stride[1] + from * stride[3];
-    for (Index e = threadIdx.x; width > 0 && e < grad.bias_queries * width; e += threads)
+    for (Index e = threadIdx.x; width > 0 && e < grad.bias_queries * width; e += bias_threads)
         store(grad.dbias, base + e / width * stride[2] + e % width * stride[3], 0);
 }
 
@@ -119,7 +119,7 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
     turn.heads = (ds.first_head + static_cast<int>(ds.heads) - 1) / turn.heads_each + 1 - turn.first_head;
     turn.queries = grad.bias_queries, turn.keys = grad.bias_keys;
     const Index units = turn.queries * blocks_of(turn.keys, unit);
-    const Grid grid{{blocks_of(units, threads), turn.heads, turn.shares_sequences ? 1 : ds.sequences}, threads};
+    const Grid grid{{blocks_of(units, bias_threads), turn.heads, turn.shares_sequences ? 1 : ds.sequences}, bias_threads};
     const auto with = [&]<class T>(T) {
         launch(bias_sum_kernel<T>, grid, stream, "attention's gradient of a shared bias", turn);
     };
@@ -133,7 +133,7 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
 
 void launch_clear_bias(const AttentionCall& call, const AttentionSequences& packed, const Gradients& grad,
                        cudaStream_t stream) {
-    launch(clear_bias_kernel, {Blocks(call.heads, packed.count), threads}, stream, "attention's gradient of bias",
+    launch(clear_bias_kernel, {Blocks(call.heads, packed.count), bias_threads}, stream, "attention's gradient of bias",
            packed, grad);
 }
 

@@ -9,8 +9,8 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 1024,
-              shared_bytes = threads / 32 * static_cast<int>(sizeof(Index)) + threads * static_cast<int>(sizeof(int));
+constexpr int places_threads = 1024,
+              places_bytes = places_threads / 32 * static_cast<int>(sizeof(Index)) + places_threads * static_cast<int>(sizeof(int));
 
 struct PackedLengths {
     Lengths of_queries, of_keys, in_use;
@@ -40,41 +40,41 @@ struct PackedLengths {
 // those of sequence n. What device memory says of lengths may be wrong: no more than `most` entries are written.
 template <class Rows>
 __device__ void list_tiles(const Rows& rows, int sequences, TilePlace* places, int most) {
-    constexpr int warps = threads / 32;
+    constexpr int warps = places_threads / 32;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     auto* const of_warps = reinterpret_cast<Index*>(ptx::shared_memory());
     auto* const ends = reinterpret_cast<int*>(of_warps + warps);  // running sums of tiles
     Index before = 0;                                             // tiles of the sequences before these
-    for (int first = 0; first < sequences; first += threads) {
+    for (int first = 0; first < sequences; first += places_threads) {
         const int n = first + thread;
         const Index own = n < sequences ? (rows(n) + tile_rows - 1) / tile_rows : 0;
         Index all = before;
         ends[thread] =
             static_cast<int>(min(running_sum_of_block<warps>(min(own, Index(most)), all, of_warps), Index(most)));
         __syncthreads();
-        for (int i = warp; i < threads; i += warps) {  // a warp lists a sequence
+        for (int i = warp; i < places_threads; i += warps) {  // a warp lists a sequence
             const int begin = i == 0 ? static_cast<int>(min(before, Index(most))) : ends[i - 1];
             for (int at = begin + lane; at < ends[i]; at += 32) places[at] = {first + i, (at - begin) * tile_rows};
         }
         before = all;
         __syncthreads();
     }
-    for (Index at = before + thread; at < most; at += threads) places[at] = {};
+    for (Index at = before + thread; at < most; at += places_threads) places[at] = {};
 }
 
 // A block lists the tiles of queries, another those of keys.
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(places_threads)
     places_kernel(const __grid_constant__ PackedLengths lengths, AttentionSequence* table, TilePlace* queries,
                   int most_queries, TilePlace* keys, int most_keys) {
     const int sequences = static_cast<int>(lengths.count);
     if (blockIdx.x == 1) return list_tiles([&](int n) { return lengths[n].k_count; }, sequences, keys, most_keys);
-    for (int n = static_cast<int>(threadIdx.x); n < sequences; n += threads) table[n] = lengths[n];
+    for (int n = static_cast<int>(threadIdx.x); n < sequences; n += places_threads) table[n] = lengths[n];
     list_tiles([&](int n) { return lengths[n].q_count; }, sequences, queries, most_queries);
 }
 
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(places_threads)
     cut_boxes_kernel(const __grid_constant__ AttentionSequences sequences, const __grid_constant__ CutBoxes all) {
-    const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+    const int i = static_cast<int>(blockIdx.x) * places_threads + static_cast<int>(threadIdx.x);
     const int n = i / sequence_boxes, which = i % sequence_boxes;
     if (n >= sequences.count) return;
     const AttentionSequence s = sequences.table[n];
@@ -147,13 +147,13 @@ AttentionSequences place_packed(const core::AttentionInputs& in, const Attention
     s.boxes = places.boxes;
     s.of_queries = {places.queries, tiles_of(call.queries, lengths.count)};
     if (places.keys != nullptr) s.of_keys = {places.keys, tiles_of(call.keys, lengths.count)};
-    launch(places_kernel, {places.keys != nullptr ? 2 : 1, threads, shared_bytes}, stream, "places of packed sequences",
+    launch(places_kernel, {places.keys != nullptr ? 2 : 1, places_threads, places_bytes}, stream, "places of packed sequences",
            lengths, places.sequences, places.queries, s.of_queries.most, places.keys, s.of_keys.most);
     return s;
 }
 
 void launch_cut_boxes(const AttentionSequences& sequences, const CutBoxes& all, cudaStream_t stream) {
-    launch(cut_boxes_kernel, {blocks_of(sequences.count * sequence_boxes, threads), threads}, stream,
+    launch(cut_boxes_kernel, {blocks_of(sequences.count * sequence_boxes, places_threads), places_threads}, stream,
            "boxes of packed sequences", sequences, all);
 }
 

@@ -7,15 +7,15 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 256;
-__global__ void __launch_bounds__(threads)
+constexpr int sink_threads = 256;
+__global__ void __launch_bounds__(sink_threads)
     sink_gradient_kernel(const __grid_constant__ RowTerms rows, Index count, View dsink) {
     auto* parts = reinterpret_cast<double*>(ptx::shared_memory());
     const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.x);
     double sum = 0;
-    for (Index i = thread; i < count; i += threads) sum += static_cast<double>(rows.sink[head * count + i]);
+    for (Index i = thread; i < count; i += sink_threads) sum += static_cast<double>(rows.sink[head * count + i]);
     parts[thread] = sum;
-    for (int step = threads / 2; step > 0; step /= 2) {
+    for (int step = sink_threads / 2; step > 0; step /= 2) {
         __syncthreads();
         if (thread < step) parts[thread] += parts[thread + step];
     }
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(threads)
 }  // namespace
 
 void launch_sink_gradient(const AttentionCall& call, const RowTerms& rows, const View& dsink, cudaStream_t stream) {
-    launch(sink_gradient_kernel, {call.heads, threads, threads * static_cast<int>(sizeof(double))}, stream,
+    launch(sink_gradient_kernel, {call.heads, sink_threads, sink_threads * static_cast<int>(sizeof(double))}, stream,
            "attention's gradient of the sink", rows, call.total_queries, dsink);
 }
 

@@ -11,7 +11,7 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 256, digits = 256, shared_bytes = (digits + threads + 2) * static_cast<int>(sizeof(int));
+constexpr int select_threads = 256, digits = 256, select_bytes = (digits + select_threads + 2) * static_cast<int>(sizeof(int));
 
 __device__ inline std::uint32_t ordered(float x) {
     const std::uint32_t bits = reinterpret_cast<const std::uint32_t&>(x);
@@ -34,7 +34,7 @@ class Selection {
             count(smallest, shift);
             if (thread_ == 0) choose(left);
             __syncthreads();
-            const int digit = counts_[digits + threads], above = counts_[digits + threads + 1];
+            const int digit = counts_[digits + select_threads], above = counts_[digits + select_threads + 1];
             __syncthreads();
             if (digit < 0) return {-INFINITY, -1};  // fewer keys than top_w
             smallest |= static_cast<std::uint32_t>(digit) << shift;
@@ -53,10 +53,10 @@ class Selection {
 
     // The digits that follow `prefix`, of all keys that begin with it.
     __device__ void count(std::uint32_t prefix, int shift) const {
-        for (int i = thread_; i < digits; i += threads) counts_[i] = 0;
+        for (int i = thread_; i < digits; i += select_threads) counts_[i] = 0;
         __syncthreads();
         const std::uint32_t before = shift == 24 ? 0u : ~0u << (shift + 8);
-        for (Index j = keys_.begin + thread_; j < keys_.end; j += threads) {
+        for (Index j = keys_.begin + thread_; j < keys_.end; j += select_threads) {
             std::uint32_t order;
             if (order_of(j, order) && (order & before) == prefix) atomicAdd(counts_ + (order >> shift & 255u), 1);
         }
@@ -67,13 +67,13 @@ class Selection {
     __device__ void choose(Index left) const {
         int digit = digits - 1, above = 0;
         while (digit >= 0 && above + counts_[digit] < left) above += counts_[digit--];
-        counts_[digits + threads] = digit;
-        counts_[digits + threads + 1] = above;
+        counts_[digits + select_threads] = digit;
+        counts_[digits + select_threads + 1] = above;
     }
 
     // The key of that rank among those with an addend, counted from 1. Each thread has keys that lie side by side.
     __device__ int last_of(std::uint32_t smallest, int rank) const {
-        const Index each = (keys_.end - keys_.begin + threads - 1) / threads;
+        const Index each = (keys_.end - keys_.begin + select_threads - 1) / select_threads;
         const Index begin = keys_.begin + thread_ * each, end = min(begin + each, keys_.end);
         int mine = 0;
         for (Index j = begin; j < end; ++j) {
@@ -91,10 +91,10 @@ class Selection {
                 std::uint32_t order;
                 if (order_of(j, order) && order == smallest && ++found == rank) break;
             }
-            counts_[digits + threads] = static_cast<int>(j);
+            counts_[digits + select_threads] = static_cast<int>(j);
         }
         __syncthreads();
-        return counts_[digits + threads];
+        return counts_[digits + select_threads];
     }
 
     const Addends& addends_;
@@ -102,10 +102,10 @@ class Selection {
     Range keys_;
     Index top_w_;
     int thread_ = static_cast<int>(threadIdx.x);
-    int* counts_ = reinterpret_cast<int*>(ptx::shared_memory());  // [digits], [threads], what is chosen
+    int* counts_ = reinterpret_cast<int*>(ptx::shared_memory());  // [digits], [select_threads], what is chosen
 };
 
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(select_threads)
     selection_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
                      KeptKeys* kept) {
     const RowTile at = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
@@ -126,7 +126,7 @@ void launch_selection(const AttentionCall& call, const AttentionSequences& seque
     launch(selection_kernel,
            {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
                                   sequences),
-            threads, shared_bytes},
+            select_threads, select_bytes},
            stream, "the keys that attention keeps", call, sequences, kept);
 }
 

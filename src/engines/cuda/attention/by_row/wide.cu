@@ -10,10 +10,10 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 128, most_channels = most_forward_channels,
-              own_channels = (most_channels + threads - 1) / threads;
+constexpr int wide_threads = 128, most_channels = most_forward_channels,
+              own_channels = (most_channels + wide_threads - 1) / wide_threads;
 
-__global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_constant__ AttentionCall call,
+__global__ void __launch_bounds__(wide_threads) wide_forward_kernel(const __grid_constant__ AttentionCall call,
                                                                const __grid_constant__ AttentionSequences sequences,
                                                                const __grid_constant__ ForwardOutputs out) {
     const RowTile own = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
@@ -23,19 +23,19 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
     const Index i = own.first + blockIdx.x % tile_rows;
     if (i >= s.q_count || !out.redo.takes(own, call.heads, head)) return;
     auto* const q = reinterpret_cast<float*>(ptx::shared_memory());      // [channels]
-    auto* const weights = reinterpret_cast<double*>(q + most_channels);  // [threads], of a key each
+    auto* const weights = reinterpret_cast<double*>(q + most_channels);  // [wide_threads], of a key each
     const Rows queries = Rows::of_queries(call.q, s, head, call.channels);
     const Rows keys = Rows::of_keys(call.k, call, s, head / call.group, call.channels);
     const Rows values = Rows::of_keys(call.v, call, s, head / call.group, call.value_channels);
     const Addends addends(call, s, head);
-    for (int c = thread; c < call.channels; c += threads) q[c] = queries.at(i, c);
+    for (int c = thread; c < call.channels; c += wide_threads) q[c] = queries.at(i, c);
     __syncthreads();
 
     constexpr double infinity = INFINITY;
     double top = -infinity, sum = 0, o[own_channels] = {};
     bool seen = false;
     const Range all = visible_keys(call, s, i);
-    for (Index at = all.begin; at < all.end; at += threads) {
+    for (Index at = all.begin; at < all.end; at += wide_threads) {
         const Index j = at + thread;
         const float addend = j < all.end ? addends.at(i, j) : -INFINITY;
         double score = -infinity;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
         weights[thread] = score;
         __syncthreads();
         double highest = top;
-        for (int t = 0; t < threads; ++t)
+        for (int t = 0; t < wide_threads; ++t)
             if (weights[t] > highest || isnan(weights[t])) highest = weights[t];
         const double factor = top == highest ? 1 : exp(top - highest);
         top = highest;
@@ -61,14 +61,14 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
         weights[thread] = addend == -INFINITY ? 0.0 : exp(score - top);
         __syncthreads();
         sum *= factor;
-        for (int t = 0; t < threads; ++t) sum += weights[t];
+        for (int t = 0; t < wide_threads; ++t) sum += weights[t];
         seen = seen || sum != 0;
         if (!out.o) continue;
         for (double& x : o) x *= factor;
-        for (int t = 0; t < threads; ++t) {
+        for (int t = 0; t < wide_threads; ++t) {
             if (weights[t] == 0) continue;
             unrolled<own_channels>([&](int n) {
-                const int c = thread + threads * n;
+                const int c = thread + wide_threads * n;
                 if (c < call.value_channels) o[n] += weights[t] * static_cast<double>(values.at(at + t, c));
             });
         }
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(threads) wide_forward_kernel(const __grid_cons
     if (!out.o) return;
     const Index row = s.batch * out.o.stride[0] + (s.q_begin + i) * out.o.stride[1] + head * out.o.stride[2];
     unrolled<own_channels>([&](int n) {
-        const int c = thread + threads * n;
+        const int c = thread + wide_threads * n;
         if (c < call.value_channels)
             store(out.o, row + c * out.o.stride[3],
                   end.scale == 0 ? 0.0F : static_cast<float>(o[n] * static_cast<double>(end.scale)));
@@ -92,7 +92,7 @@ void launch_wide_forward(const AttentionCall& call, const AttentionSequences& se
     launch(wide_forward_kernel,
            {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
                                   sequences),
-            threads, most_channels * static_cast<int>(sizeof(float)) + threads * static_cast<int>(sizeof(double))},
+            wide_threads, most_channels * static_cast<int>(sizeof(float)) + wide_threads * static_cast<int>(sizeof(double))},
            stream, "attention of many channels", call, sequences, out);
 }
 

@@ -20,7 +20,6 @@ namespace {
 
 using namespace warpgroup;
 
-constexpr int N = split_rows;
 
 // A block's shared memory: q, then stages of k and of v; mbarriers; the sequence.
 template <int columns>
@@ -64,13 +63,13 @@ struct ForwardBlock {
         const auto bring = [&](const Ring<2>& ring, int tile, const typename Tiles::Rows& to, const SplitRows& from,
                                Index at) { copy_side_by_side(to.base, from.rows(at), bytes, ring.full(tile)); };
         int tile = 0;
-        for (int at = keys.begin; at < keys.end; at += N, ++tile) {
+        for (int at = keys.begin; at < keys.end; at += split_rows, ++tile) {
             begin_stage<true>(m.of_keys(), tile, tile == 0 ? (1 + consumers) * bytes : bytes);
             if (tile == 0)
                 for (int w = 0; w < consumers; ++w) bring(m.of_keys(), tile, m.q(w), split.q, q + w);
-            bring(m.of_keys(), tile, m.k(tile), split.k, k + at / N);
+            bring(m.of_keys(), tile, m.k(tile), split.k, k + at / split_rows);
             begin_stage<true>(m.of_values(), tile, bytes);
-            bring(m.of_values(), tile, m.v(tile), split.v, v + at / N);
+            bring(m.of_values(), tile, m.v(tile), split.v, v + at / split_rows);
         }
     }
 
@@ -84,31 +83,31 @@ struct ForwardBlock {
         const Index last = min(Index(first + 64 * w + 63), s.q_count - 1);
         const Span own(visible_keys(call, s, first + 64 * w).begin, visible_keys(call, s, last).end);
         int tile = 0;
-        for (int at = keys.begin; at < keys.end; at += N, ++tile) {
-            const bool sees = at < own.end && at + N > own.begin;
-            Acc<64, N> x;
+        for (int at = keys.begin; at < keys.end; at += split_rows, ++tile) {
+            const bool sees = at < own.end && at + split_rows > own.begin;
+            Acc<64, split_rows> x;
             m.of_keys().wait(tile);
             if (sees) {
-                multiply_split(x, m.q(w), m.k(tile), scale * split.k.scale[k + at / N]);
+                multiply_split(x, m.q(w), m.k(tile), scale * split.k.scale[k + at / split_rows]);
             }
             m.of_keys().release(tile, lane);
             float factor[2];
-            SplitLeft<N> weights;
+            SplitLeft<split_rows> weights;
             if (sees) {
                 if constexpr (added) {  // afterwards: registers are full before
-                    SplitScores<N> scores;
-                    float slope[N / 8][4];
+                    SplitScores<split_rows> scores;
+                    float slope[split_rows / 8][4];
                     scores.template fetch<false>(call, s, head, first + row, at + own_column(lane));
                     scores.take(x, call.softcap, slope);
                 }
-                if (mask.hides<N>(at)) mask.hide(x, at, lane);
+                if (mask.hides<split_rows>(at)) mask.hide(x, at, lane);
                 softmax.template take<true>(x, log2_e, factor);
                 weights.take_weights(x);
             }
             m.of_values().wait(tile);
             if (sees && out.o) {
                 if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) o.scale_rows(factor);
-                add_split_product<columns>(o, weights, m.v(tile), split.v.scale[v + at / N]);
+                add_split_product<columns>(o, weights, m.v(tile), split.v.scale[v + at / split_rows]);
             }
             m.of_values().release(tile, lane);
         }
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                                                  split.q.at(at, head),
                                                  split.k.at(keys, key_head),
                                                  split.v.at(keys, key_head),
-                                                 keys_of_block<N>(call, s, first)};
+                                                 keys_of_block<split_rows>(call, s, first)};
         share_roles(
             [&] {
                 if (threadIdx.x == 0) block.produce();
