@@ -8,7 +8,7 @@ cards' kernels, and what a call costs the host, beside the same call without it,
 
 Ways of a row take turns. A row shows medians of CUDA events in ms, forward / forward and backward, and how far o is from
 ours; the GPU is kept busy before each call, so that its time is not the host's. Rows of the host are µs of calls that queue
-a few tokens' work. --compile N lets N processes compile a share of fla's kernels each before.
+a few tokens' work, on one processor. --compile N lets N processes compile a share of fla's kernels each before.
 """
 import argparse
 import functools
@@ -293,16 +293,16 @@ def measure(row, repeats):
             for way, t in found.items()}
 
 
-def microseconds(call, calls=200, rounds=7):
-    """Of the host: the least mean of several rounds, which end before the GPU's queue is full."""
-    means = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
+def microseconds(call, calls=2000):
+    """Of the host: the median of calls, which wait for the GPU before its queue is full."""
+    times = []
+    for i in range(calls + 200):
+        if i % 100 == 0:
+            torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        means.append((time.perf_counter() - start) / calls)
-    return min(means) * 1e6
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[200:]) * 1e6
 
 
 def host_rows():
@@ -407,7 +407,10 @@ def main():
 
     if given.only is None or "host" in given.only:
         torch.set_num_threads(1)
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(allowed)})
         found["host"] = host_rows()
+        os.sched_setaffinity(0, allowed)
         print(*(f"host {name}, {way}: {us[0]:.0f} / {us[1]:.0f} µs" for name, ways in found["host"].items()
                 for way, us in ways.items()), sep="\n", flush=True)
         keep()
