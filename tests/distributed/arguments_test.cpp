@@ -147,6 +147,19 @@ TEST(RangeArguments, AreNamedWithActualAndExpected) {
     }
 }
 
+// A newer client's structure is longer: what the library does not know must be 0.
+TEST(RangeArguments, OfAMergeAreReadByTheirSize) {
+    struct {
+        softdelta_attention_merge_inputs in;
+        std::uint64_t unknown;
+    } newer{{sizeof newer, nullptr, nullptr, 1}, 1};
+    const softdelta_attention_outputs out = softdelta_attention_outputs_default();
+    EXPECT_EQ(softdelta_attention_merge(&newer.in, &out, nullptr), SOFTDELTA_UNSUPPORTED);
+    newer.unknown = 0;
+    EXPECT_EQ(softdelta_attention_merge(&newer.in, &out, nullptr), SOFTDELTA_INVALID_ARGUMENT);
+    EXPECT_STREQ(softdelta_last_error(), "o[0] is missing, expected a tensor: [B, Lq, H, Dv]");
+}
+
 TEST(ShardArguments, AreNamedWithActualAndExpected) {
     const std::vector<float> data(64, 0.5F);
     std::vector<float> result(64);
