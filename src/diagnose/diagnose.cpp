@@ -75,8 +75,7 @@ std::vector<std::string> conclude(const Ranking& ranking) {
         text.push_back(effect(ranking, best));
     } else {
         text.push_back("no mistake of the catalogue explains it, nor do two");
-        constexpr double much = 0.7;  // of the cost: one that hardly helps says nothing
-        if (!ranking.singles.empty() && ranking.singles.front().left.cost < much * ranking.before.cost)
+        if (ranking.near())
             text.push_back("nearest is " + describe(*ranking.singles.front().entries.front()) + "; " +
                            effect(ranking, ranking.singles.front()));
         if (const std::string suspects = describe_suspects(ranking); !suspects.empty()) text.push_back(suspects);

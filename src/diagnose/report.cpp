@@ -171,7 +171,7 @@ std::string report(const std::string& title, const io::Call& call, const Diagnos
     add("Results", "", findings(d).text(options.coloured) + right_results(d));
     if (const std::string blind = blindness_of(call, d.ranking).sentence(d.ranking.explained() ? 0 : 2); !blind.empty())
         text += indented({blind});
-    if (!d.ranking.explained() && !d.ranking.explained_by_two())
+    if (!d.ranking.explained() && !d.ranking.explained_by_two() && (d.ranking.near() || d.ranking.noise))
         add("Ranking", ", errors relative to what rounding may cost",
             ranked(d.ranking, options.top).text(options.coloured));
     return text;

@@ -76,6 +76,23 @@ TEST(Report, OfPackedQueriesOverPages) {
     EXPECT_TRUE(best.explains);
 }
 
+// Rows that a mistake of the catalogue hardly takes away are no reason to list any.
+TEST(Report, RanksNothingThatDoesNotHelp) {
+    io::MakeOptions options;
+    options.op = "gated_delta_rule";
+    options.tokens = 70, options.heads = 2, options.value_heads = 2, options.key_size = options.value_size = 16;
+    const io::CaseFile file = io::make_case(options);
+    const io::Call call = io::call_of(file);
+    Results results = run_small_delta(call, DeltaMistake::none);
+    Floats dq(results.at("dq").view());
+    for (Index i = 9 * 2 * 16; i < 14 * 2 * 16; ++i) dq[i] = -dq[i + 320] + 1;
+    results.at("dq") = dq.stored(results.at("dq").dtype());
+    const Diagnosis diagnosis = diagnose_quietly(call, results);
+    const std::string text = diagnose::report("a dump", call, diagnosis, 1, {});
+    EXPECT_NE(text.find("only rows 9 to 13"), std::string::npos) << text;
+    EXPECT_EQ(text.find("Ranking"), std::string::npos) << text;
+}
+
 TEST(Stages, TheFirstWrongOneIsNamed) {
     io::MakeOptions options;
     options.op = "kda";

@@ -233,6 +233,27 @@ TEST(Where, Channels) {
     EXPECT_SAYS(text, "only channels 4-7 of 16");
 }
 
+TEST(Where, ChannelsOfAPeriod) {
+    EXPECT_SAYS(where(inputs(), "o",
+                      [](Floats& o) {
+                          for (std::int64_t i = 1; i < 150 * 4 * 32; i += 4) o[i] *= -1;
+                      }),
+                "only channel 1 of every 4");
+}
+
+TEST(Where, RowsInWrongPlaces) {
+    const std::string shifted = where(inputs(), "o", [](Floats& o) {
+        for (int head = 0; head < 4; ++head) o.rows(0, 69, 81, head) = o.rows(0, 64, 81, head).eval();
+    });
+    EXPECT_SAYS(shifted, "they hold what belongs to row −5");
+    const std::string reversed = where(inputs(), "dv", [](Floats& dv) {
+        for (int head = 0; head < 2; ++head) dv.rows(0, 0, 150, head).swap(dv.rows(0, 0, 150, 3 - head));
+    });
+    EXPECT_SAYS(reversed, "they hold what belongs to other rows: row 0 of head 0 that of row 0 of head 3");
+    const std::string scaled = where(inputs(), "dv", [](Floats& dv) { dv.rows(0, 0, 150, 1) *= 1.5f; });
+    EXPECT_EQ(scaled.find("belongs"), std::string::npos) << scaled;
+}
+
 TEST(Where, OneSequence) {
     io::MakeOptions packed = inputs();
     packed.lengths = {70, 0, 17, 63};

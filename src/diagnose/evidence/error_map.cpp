@@ -86,7 +86,8 @@ ErrorMap map_errors(const judge::Evidence& evidence, const Tensor& tensor) {
                 row.sequence = blocks.ranges[range].sequence;
                 row.row = first / blocks.features / blocks.middle % blocks.rows - begin[range];
                 row.count = end[range] - begin[range];
-                compare(actual, truth, first, n, evidence.allowed[static_cast<std::size_t>(block)], row);
+                row.first = first, row.noise = evidence.allowed[static_cast<std::size_t>(block)];
+                compare(actual, truth, first, n, row.noise, row);
                 map.rows.push_back(row);
             });
     return map;

@@ -13,7 +13,9 @@ namespace softdelta::diagnose {
 struct ErrorRow {
     Index batch, head, sequence;
     Index row, count;  // in its sequence, and how many that has
-    double ratio;      // error / noise of its block
+    Index first;       // of its numbers, in the result
+    double noise;      // that a right kernel may have in its block
+    double ratio;      // error / noise
     double factor;     // ⟨result, truth⟩ / ⟨truth, truth⟩, NaN when the truth is zero
     double rest;       // what a constant factor leaves, / noise
     bool nan, zero;    // holds NaN or infinity where the truth does not; all zeros where the truth is not

@@ -37,6 +37,8 @@ struct Ranking {
     // others.
     std::vector<const Entry*> named() const;
     bool explained() const { return !singles.empty() && singles.front().explains; }
+    // The likeliest takes away enough of the error to be worth a word.
+    bool near() const { return !singles.empty() && singles.front().left.cost < 0.7 * before.cost; }
     bool explained_by_two() const { return !explained() && !pairs.empty() && pairs.front().explains; }
 };
 

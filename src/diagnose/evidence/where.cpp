@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numbers>
 #include <set>
@@ -201,6 +202,19 @@ std::string describe_scattered(const ErrorMap& map) {
            (stand_out(map) ? ": a race, or memory that nothing wrote, shows so" : "");
 }
 
+// Every other column, or one of four or eight, where these hold nearly all of the error.
+std::string describe_interleaved(const std::vector<double>& squares, double all) {
+    constexpr double most = 0.95;
+    for (const std::size_t period : {8, 4, 2})
+        for (std::size_t at = 0; at < period && 2 * period <= squares.size(); ++at) {
+            double within = 0;
+            for (std::size_t c = at; c < squares.size(); c += period) within += squares[c];
+            if (within >= most * all)
+                return "only channel " + std::to_string(at) + " of every " + std::to_string(period);
+        }
+    return "";
+}
+
 // Neighbouring columns that hold nearly all of the error.
 std::string describe_channels(const judge::Evidence& e, const Dense& actual) {
     const auto& shape = e.finding.shape;
@@ -223,7 +237,7 @@ std::string describe_channels(const judge::Evidence& e, const Dense& actual) {
     while (last > first && squares[static_cast<std::size_t>(last)] < part * largest) --last;
     double within = 0;
     for (Index c = first; c <= last; ++c) within += squares[static_cast<std::size_t>(c)];
-    if (2 * (last - first + 1) > width || within < most * all) return "";
+    if (2 * (last - first + 1) > width || within < most * all) return describe_interleaved(squares, all);
     return "only channels " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "") + " of " +
            std::to_string(width);
 }
@@ -403,6 +417,60 @@ std::string describe_nan(const ErrorMap& map, const DeadRows& dead) {
            " of them are rows that have no key: 0/0, where o is 0 and lse is minus infinity";
 }
 
+// The row whose truth a wrong row holds; null: none.
+const ErrorRow* find_owner(const ErrorMap& map, const ErrorRow& row, const Dense& actual, const Dense& truth, Index n) {
+    const double most = 9 * row.noise * row.noise * static_cast<double>(n);
+    for (const ErrorRow& other : map.rows) {
+        double error = 0, square = 0;
+        for (Index i = 0; i < n && error <= most; ++i) {
+            const double x = actual[row.first + i], y = truth[other.first + i];
+            error += (x - y) * (x - y);
+            square += y * y;
+        }
+        if (error <= most && square > 16 * most) return &other;
+    }
+    return nullptr;
+}
+
+// Right rows in wrong places: how far away they belong where all are moved alike, else two of them.
+std::string describe_moved(const ErrorMap& map, const judge::Evidence& e, const Dense& actual) {
+    const Index n = e.blocks.features;
+    constexpr Index least = 16;  // by chance no row is that of another
+    constexpr std::size_t sample = 40;
+    if (n < least) return "";
+    std::vector<const ErrorRow*> wrong;
+    for (const ErrorRow& r : map.rows)
+        if (r.wrong()) wrong.push_back(&r);
+    const std::size_t step = std::max<std::size_t>(wrong.size() / sample, 1);
+    const Dense truth(e.truth.view());
+    std::map<std::array<Index, 3>, std::size_t> ways;
+    std::string examples;
+    std::size_t tried = 0, found = 0;
+    for (std::size_t i = 0; i < wrong.size(); i += step) {
+        const ErrorRow& r = *wrong[i];
+        ++tried;
+        const ErrorRow* owner = r.nan ? nullptr : find_owner(map, r, actual, truth, n);
+        if (owner == nullptr) continue;
+        ++found;
+        ++ways[{owner->batch + owner->sequence - r.batch - r.sequence, owner->head - r.head, owner->row - r.row}];
+        const auto place = [&](const ErrorRow& x) {
+            return "row " + std::to_string(x.row) + " of head " + std::to_string(number_of(map.head_numbers, x.head));
+        };
+        if (found <= 2) examples += (examples.empty() ? "" : ", ") + place(r) + " that of " + place(*owner);
+    }
+    if (5 * found < 4 * tried) return "";  // small rows have no owner
+    const auto way =
+        std::max_element(ways.begin(), ways.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+    if (10 * way->second < 9 * found) return "they hold what belongs to other rows: " + examples;
+    const auto signed_number = [](Index i) { return (i > 0 ? "+" : "−") + std::to_string(std::abs(i)); };
+    std::string shift;
+    static constexpr const char* names[] = {"batch row or sequence ", "head ", "row "};
+    for (std::size_t i = 0; i < std::size(names); ++i)
+        if (const Index by = way->first[i]; by != 0)
+            shift += (shift.empty() ? "" : ", ") + (names[i] + signed_number(by));
+    return "they hold what belongs to " + shift;
+}
+
 }  // namespace
 
 std::vector<std::string> describe_where(const io::Call& call, const std::vector<judge::Evidence>& evidence,
@@ -442,6 +510,7 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
                 add(describe_scattered(part));
         }
         const Dense dense(actual.at(map.result));
+        add(describe_moved(map, *found, dense));
         add(describe_channels(*found, dense));
         add(describe_factor(map, known, betas, found->blocks.features));
         add(describe_growth(map));
