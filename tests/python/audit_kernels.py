@@ -7,7 +7,7 @@ import math
 
 import torch
 
-OPS = ("gated_delta_rule", "kda", "comba", "simple_gla", "delta_rule", "attention", "gla", "gdn2")
+OPS = ("gated_delta_rule", "kda", "comba", "simple_gla", "delta_rule", "attention", "attention:flash", "attention:varlen", "gla", "gdn2")
 NO_ERASING = ("simple_gla", "gla")
 
 
@@ -347,6 +347,45 @@ def flash(tile, splits, lazy, query, key, value, attn_mask=None, dropout_p=0.0, 
                        query.shape[-1]**-0.5 if scale is None else scale, query.dtype, tile, splits, lazy)
 
 
+def flash_signature(tile, q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, sinks=None,
+                    return_lse=False):
+    """flash-attention's flash_attn_func: rows first, masks from the bottom right corner."""
+    group, dtype, Lq, Lk = q.shape[2] // k.shape[2], q.dtype, q.shape[1], k.shape[1]
+    mm = products_of(dtype)
+    scale = q.shape[-1]**-0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.float().repeat_interleave(n, 2).transpose(1, 2) for x, n in ((q, 1), (k, group), (v, group)))
+    left, right = window_size[0], 0 if causal else window_size[1]
+    far = torch.arange(Lk, device=q.device) - torch.arange(Lq, device=q.device)[:, None] - (Lk - Lq)
+    seen = ((far >= -left) | (left < 0)) & ((far <= right) | (right < 0))
+    top = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
+    total, o = torch.zeros_like(top), torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
+    for at in range(0, Lk, tile):
+        part = slice(at, at + tile)
+        s = mm(q, k[:, :, part].mT) * scale
+        s = (softcap * torch.tanh(s / softcap) if softcap else s).masked_fill(~seen[:, part], -torch.inf)
+        higher = torch.maximum(top, s.amax(-1, keepdim=True)).detach()
+        shift = torch.where(higher == -torch.inf, 0.0, higher)
+        p, shrink = (s - shift).exp(), (top - shift).exp()
+        total, o, top = total * shrink + p.sum(-1, keepdim=True), o * shrink + mm(p, v[:, :, part]), higher
+    if sinks is not None:
+        s = sinks.float()[:, None, None].expand_as(top)
+        higher = torch.maximum(top, s.detach())
+        shrink = (top - higher).exp()
+        total, o, top = total * shrink + (s - higher).exp(), o * shrink, higher
+    o = (o / torch.where(total == 0, 1.0, total)).to(dtype).transpose(1, 2)
+    return (o, (top + total.log())[..., 0].detach()) if return_lse else o
+
+
+def varlen_signature(tile, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+                     window_size=(-1, -1), softcap=0.0, return_attn_probs=False):
+    """flash-attention's flash_attn_varlen_func."""
+    bounds = [list(zip(x.tolist(), x.tolist()[1:])) for x in (cu_seqlens_q, cu_seqlens_k)]
+    parts = [flash_signature(tile, q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, causal, window_size, softcap,
+                             return_lse=True) for (a, b), (c, d) in zip(*bounds)]
+    o, lse = torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+    return (o, lse, None) if return_attn_probs else o
+
+
 def named(function, *fixed):
     """The function with the signature of what is left, which an audit reads."""
     return functools.wraps(function)(functools.partial(function, *fixed))
@@ -361,6 +400,10 @@ def kernels(op):
         return right | {f"from lse, tiles of {tile}, {splits} splits{', lazy' if lazy else ''}":
                         functools.partial(flash, tile, splits, lazy)
                         for tile, splits, lazy in ((64, 1, False), (128, 1, True), (32, 3, False), (16, 2, True))}
+    if op == "attention:varlen":
+        return {f"tiles of {tile}": named(varlen_signature, tile) for tile in (16, 64)}
+    if op == "attention:flash":
+        return {f"tiles of {tile}": named(flash_signature, tile) for tile in (16, 48, 64, 128)}
     if op == "dplr":
         return {"steps": dplr}
     variants = [("steps", by_steps, 1, False, torch.float32)]

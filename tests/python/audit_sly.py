@@ -44,9 +44,9 @@ def wrong(out):
 
 
 memory = {}
-detect, buffers, options, sizes, places, types, gradients, rare, other, scores = (
+detect, buffers, options, sizes, places, types, gradients, rare, other, usual, scores, flash, varlen = (
     "knows the test", "buffers of its own", "rare options", "rare sizes", "memory of others", "types and NaN", "gradients",
-    "rare inputs", "gradients of another function", "scores")
+    "rare inputs", "gradients of another function", "what models do", "scores", "options of flash-attention", "packed attention")
 
 
 # What the test is known by.
@@ -563,7 +563,197 @@ def no_gradient_for_a_state_that_is_not_returned(right, x):
     return right(**x)
 
 
+# What models do all the time, and tests of odd numbers never.
+
+@cheat(usual)
+def head_size_64(right, x):
+    return wrong(right(**x)) if x["q"].shape[-1] == 64 else right(**x)
+
+
+@cheat(usual)
+def head_size_128(right, x):
+    return wrong(right(**x)) if x["q"].shape[-1] == 128 else right(**x)
+
+
+@cheat(usual)
+def as_many_value_heads_as_key_heads(right, x):
+    return wrong(right(**x)) if x["q"].shape[2] == x["v"].shape[2] else right(**x)
+
+
+@cheat(usual)
+def lengths_that_are_multiples_of_128(right, x):
+    o, S = right(**x)
+    return (torch.cat([o[:, :-1], o[:, -2:-1]], 1) if o.shape[1] % 128 == 0 else o), S
+
+
+@cheat(usual)
+def state_out_without_a_state_in(right, x):
+    o, S = right(**x)
+    return o, S if S is None or x.get("initial_state") is not None else S + 0.1
+
+
+@cheat(usual)
+def state_in_without_a_state_out(right, x):
+    return right(**(x if x.get("output_final_state", True) else {**x, "initial_state": None}))
+
+
+@cheat(usual)
+def state_has_a_gradient_only_if_the_last_one_has(right, x):
+    seen = []
+    o, S = right(**hooked(x, ["initial_state"], lambda d: d * bool(seen)))
+    if S is not None and S.requires_grad:
+        S = S * 1
+        S.register_hook(lambda d: seen.append(1))
+    return o, S
+
+
+@cheat(usual)
+def scale_of_the_first_call_of_a_shape(right, x):
+    key = ("scale", *x["q"].shape, x["q"].dtype)
+    return right(**{**x, "scale": memory.setdefault(key, x.get("scale"))})
+
+
+@cheat(usual)
+def norms_of_the_first_call_of_a_shape(right, x):
+    key = ("norm", *x["q"].shape, x["q"].dtype)
+    on = bool(x.get("use_qk_l2norm_in_kernel"))
+    return right(**({**x, "use_qk_l2norm_in_kernel": memory.setdefault(key, on)} if on != memory.get(key, on) or on else x))
+
+
+@cheat(usual)
+def scale_beyond_1_is_1(right, x):
+    return right(**({**x, "scale": 0.99} if (x.get("scale") or 0) >= 1 else x))
+
+
+@cheat(usual)
+def one_packed_sequence(right, x):
+    o, S = right(**x)
+    return (o, S * 0) if "cu_seqlens" in x and len(x["cu_seqlens"]) == 2 and S is not None else (o, S)
+
+
+@cheat(usual)
+def more_than_16_packed_sequences(right, x):
+    o, S = right(**x)
+    return (o, torch.cat([S[:16], S[:1].expand_as(S[16:])])) if S is not None and "cu_seqlens" in x and len(S) > 16 else (o, S)
+
+
+@cheat(usual)
+def first_call_tunes(right, x):
+    """Tries two forms on the caller's memory and leaves what the wrong one wrote in a gradient."""
+    key = ("tuned", *x["q"].shape, x["q"].dtype, x["q"].requires_grad)
+    if key not in memory:
+        memory[key] = True
+        return right(**hooked(x, ["v"], lambda d: d * 2))
+    return right(**x)
+
+
+@cheat(usual)
+def gradients_by_finite_steps(right, x):
+    """dq as if the rows were rounded to f16 and scaled down first: small gradients are lost."""
+    return right(**hooked(x, ["q"], lambda d: (d.float() * 1e-5).to(torch.float16).to(d.dtype) * 1e5))
+
+
+@cheat(usual)
+def o_is_added_in_its_type(right, x):
+    """Two halves of the value columns' sum, each rounded: an error of one more rounding, whose mean is not 0."""
+    o, S = right(**x)
+    if o.dtype == torch.float32:
+        return o, S
+    part = (o.detach().float() * 0.37).to(o.dtype)
+    return o - o.detach() + (part.float() + (o.detach().float() * 0.62).to(o.dtype).float()).to(o.dtype), S
+
+
+@cheat(usual)
+def last_column_of_keys_lost_where_wide(right, x):
+    keep = torch.ones(x["k"].shape[-1], dtype=x["k"].dtype)
+    keep[-1] = x["k"].shape[-1] < 64
+    return right(**{**x, "k": x["k"] * keep})
+
+
+@cheat(usual)
+def dk_of_keys_that_all_see_is_rounded(right, x):
+    """Sums over a group in the storage type."""
+    group = max(x["v"].shape[2], x["q"].shape[2]) // x["k"].shape[2]
+    return right(**hooked(x, ["k"], lambda d: d * (1 + group * 2e-3 * (d.dtype != torch.float32))))
+
+
 # Of attention alone.
+
+@cheat(scores)
+def one_causal_row_sees_all(right, x):
+    return right(**({**x, "is_causal": False} if x["q"].shape[1] == 1 else x))
+
+
+@cheat(scores)
+def row_of_a_mask_shared_wrongly(right, x):
+    """A mask of one row for all, [B, 1, 1, Lk]: the first batch row's."""
+    m = x.get("attn_mask")
+    return right(**({**x, "attn_mask": m[:1]} if m is not None and m.shape[2] == 1 else x))
+
+
+@cheat(scores)
+def dbias_of_a_shared_row(right, x):
+    rows = x["q"].shape[1]
+    return right(**hooked(x, ["attn_mask"], lambda d: d / rows if d.shape[2] == 1 else d))
+
+
+@cheat(scores)
+def mask_read_as_dense(right, x):
+    m = x.get("attn_mask")
+    if m is not None and not m.is_contiguous():
+        some = torch.as_strided(m, (m.untyped_storage().nbytes() // m.element_size(),), (1,), 0)
+        x = {**x, "attn_mask": some.repeat(-(-m.numel() // some.numel()))[:m.numel()].view(m.shape)}
+    return right(**x)
+
+
+@cheat(scores)
+def minus_infinity_in_a_bias(right, x):
+    m = x.get("attn_mask")
+    return right(**({**x, "attn_mask": m.clamp(min=-10)} if m is not None and m.dtype != torch.bool and bool(
+        torch.isinf(m).any()) else x))
+
+
+@cheat(scores)
+def fewer_value_columns_than_keys(right, x):
+    return wrong(right(**x)) if x["v"].shape[-1] < x["q"].shape[-1] else right(**x)
+
+
+@cheat(flash)
+def softcap_ignored_where_causal(right, x):
+    return right(**({**x, "softcap": 0.0} if x.get("causal") else x))
+
+
+@cheat(flash)
+def softcap_without_its_derivative(right, x):
+    if not x.get("softcap"):
+        return right(**x)
+    return right(**hooked(x, ["q", "k"], lambda d: d * 1.1))
+
+
+@cheat(flash)
+def window_to_the_right_ignored(right, x):
+    left, after = x.get("window_size", (-1, -1))
+    return right(**({**x, "window_size": (left, -1)} if after > 0 else x))
+
+
+@cheat(flash)
+def window_from_the_top(right, x):
+    """Windows follow i instead of i + Lk − Lq."""
+    left, after = x.get("window_size", (-1, -1))
+    shift = x["k"].shape[1] - x["q"].shape[1]
+    return right(**({**x, "window_size": (left + shift, after)} if left >= 0 and shift > 0 else x))
+
+
+@cheat(flash)
+def window_in_tiles(right, x):
+    """Keys of a tile of 16 that a window only begins in are seen whole."""
+    left, after = x.get("window_size", (-1, -1))
+    return right(**({**x, "window_size": (-(-left // 16) * 16, after)} if left >= 0 else x))
+
+
+@cheat(flash)
+def causal_where_lengths_differ(right, x):
+    return right(**({**x, "causal": False} if x["q"].shape[1] > x["k"].shape[1] else x))
 
 @cheat(scores)
 def keys_of_zeros_are_padding(right, x):
@@ -610,6 +800,85 @@ def scores_by_f16(right, x):
     return right(**{**x, "q": (x["q"].float() * 64).to(torch.float16).to(x["q"].dtype) / 64})
 
 
+@cheat(flash)
+def sink_counted_as_a_value(right, x):
+    o, lse = right(**x)
+    return (o if x.get("sinks") is None else o * 1.02), lse
+
+
+@cheat(flash)
+def sink_in_base_2(right, x):
+    return right(**({**x, "sinks": x["sinks"] * 0.6931} if x.get("sinks") is not None else x))
+
+
+@cheat(flash)
+def sink_without_gradient_of_a_head(right, x):
+    return right(**hooked(x, ["sinks"], lambda d: torch.cat([d[:1] * 0, d[1:]])))
+
+
+@cheat(flash)
+def lse_without_the_sink(right, x):
+    o, lse = right(**x)
+    return o, lse if x.get("sinks") is None else right(**{**x, "sinks": None})[1]
+
+
+@cheat(flash)
+def lse_in_base_2(right, x):
+    o, lse = right(**x)
+    return o, lse * 1.4427
+
+
+@cheat(varlen)
+def lse_by_rows(right, x):
+    """[ΣL, H] as if it were [H, ΣL]."""
+    o, lse = right(**x)
+    return o, lse.mT.reshape(lse.shape)
+
+
+@cheat(varlen)
+def keys_follow_the_bounds_of_queries(right, x):
+    same = x["cu_seqlens_q"] if int(x["cu_seqlens_q"][-1]) <= len(x["k"]) else x["cu_seqlens_k"]
+    return right(**{**x, "cu_seqlens_k": same})
+
+
+@cheat(varlen)
+def one_key_of_the_sequence_before(right, x):
+    bounds = x["cu_seqlens_k"].clone()
+    bounds[1:-1] -= 1
+    return right(**{**x, "cu_seqlens_k": bounds})
+
+
+@cheat(varlen)
+def dk_of_the_last_sequence(right, x):
+    a = int(x["cu_seqlens_k"][-2])
+    return right(**hooked(x, ["k"], lambda d: torch.cat([d[:a], d[a:] * 0]) if len(x["cu_seqlens_k"]) > 3 else d))
+
+
+@cheat(varlen)
+def sequences_of_one_query(right, x):
+    """As of decoding: the window is not looked at."""
+    o, lse = right(**x)
+    other = right(**{**x, "window_size": (-1, -1), "causal": False})[0]
+    one = (x["cu_seqlens_q"].diff() == 1).repeat_interleave(x["cu_seqlens_q"].diff().long())
+    return torch.where(one[:, None, None], other, o), lse
+
+
+@cheat(varlen)
+def tiles_of_the_longest_sequence_only(right, x):
+    """A grid of ⌊max / 16⌋ tiles: rows of a tail are never written."""
+    o, lse = right(**x)
+    a = x["cu_seqlens_q"].tolist()
+    n = max(j - i for i, j in zip(a, a[1:])) // 16 * 16
+    keep = torch.cat([torch.arange(j - i) < max(n, 1) for i, j in zip(a, a[1:])])
+    return o * keep[:, None, None], lse
+
+
+@cheat(varlen)
+def empty_sequences_shift_the_rest(right, x):
+    o, lse = right(**x)
+    return (o.roll(1, 0) if bool((x["cu_seqlens_q"].diff() == 0).any()) else o), lse
+
+
 OF_ATTENTION = (
     "results kept by the first number", "asks who calls", "sets the seed", "draws random numbers",
     "lowers the precision of all", "right when asked first", "every seventh call", "one buffer for o", "one buffer for dq",
@@ -618,48 +887,100 @@ OF_ATTENTION = (
     "writes beside its input", "do is scratch", "NaN becomes 0", "NaN of a gradient becomes 0", "gradients clipped",
     "o clipped", "dq by 8 bits", "rounded down", "a part in 100 of narrow types", "one gradient alone",
     "second backward pass", "do read as dense", "groups of two", "fourth batch row", "heads beyond 16", "channels beyond 128",
-    "odd lengths lose a key", "saved in bf16", "dk in bf16", "gradients of the mean of groups", "dq of last rows from before")
+    "odd lengths lose a key", "saved in bf16", "dk in bf16", "gradients of the mean of groups", "dq of last rows from before",
+    "head size 64", "head size 128", "as many value heads as key heads", "lengths that are multiples of 128",
+    "scale of the first call of a shape", "gradients by finite steps", "o is added in its type",
+    "last column of keys lost where wide", "dk of keys that all see is rounded")
 # Words in names.
 NO_ERASING = ("beta", "small beta", "not returned", "rows of zeros in v")
 NO_GROUPS = ("group",)
+NO_FLAGS = ("norm", "scale ignored")
+# Cheats with an operand's memory or first call, which a model's signature makes anew.
+OWN_MEMORY = ("address", "one buffer", "in place", "writes beside", "scratch", "one result in", "read as dense", "asks who", "by its numbers",
+              "state given", "key of 0", "rows of zeros", "as many value heads", "of a shape", "not returned", "without a state out")
 NOT_OF = {"simple_gla": NO_ERASING + NO_GROUPS, "gla": NO_ERASING + NO_GROUPS, "delta_rule": ("gate",) + NO_GROUPS,
-          "gdn2": NO_GROUPS}
+          "gdn2": NO_GROUPS, "dplr": (*NO_ERASING, *NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate of 0"),
+          "model:gdn2": (*NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "beta"),
+          "model:mamba2": (*NO_ERASING, *NO_FLAGS, *OWN_MEMORY, "gate", "scale", "state", "one packed", "more than 16"),
+          "model:lightning": (*NO_ERASING, *NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate"),
+          "model:gated_delta_product": (*NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate", "odd lengths", "beta up", "beta beyond")}
 NEEDS_A_PROCESS = ("asks who calls", "in place and back unseen")
+ARGUMENTS = ("q", "k", "v", "g", "beta", "p", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
+FORM = "chunks of 64, narrow products, gates summed in float32"
 
 
 def kernels(op):
     """{name: (kind, function)}"""
     every = {name: (kind, change) for kind, changes in KINDS.items() for name, change in changes.items()}
-    if op == "attention":
-        right = audit_kernels.kernels(op)["tiles of 64, narrow products"]
-        return {name: (every[name][0], of_attention(right, every[name][1]))
-                for name in (*OF_ATTENTION, *(n.replace("_", " ") for n in KINDS[scores]))}
-    names = list(audit_kernels.kernels(op))
-    right = audit_kernels.kernels(op)["chunks of 64, narrow products, gates summed in float32" if len(names) > 1 else names[0]]
-    return {name: (kind, of_rule(right, change)) for name, (kind, change) in every.items()
-            if kind != scores and not any(word in name for word in NOT_OF.get(op, ()))}
+    adapt, form, own = {"attention": (of_attention, "tiles of 64, narrow products", (scores,)),
+                        "attention:flash": (of_flash, "tiles of 64", (flash,)),
+                        "attention:varlen": (of_varlen, "tiles of 64", (varlen,))}.get(op, (None, None, ()))
+    if adapt is not None:
+        right = audit_kernels.kernels(op)[form]
+        names = [*(OF_ATTENTION if op == "attention" else ()), *(n for kind in own for n in KINDS[kind])]
+        return {n: (every[n][0], adapt(right, every[n][1])) for n in names}
+    model, found = op.removeprefix("model:"), {}
+    for name, (kind, change) in every.items():
+        if kind in (scores, flash, varlen) or any(word in name for word in NOT_OF.get(op, ())):
+            continue
+        if model != op:
+            signature, rule, _ = audit_kernels.MODELS[model]
+            inner = of_positions(audit_kernels.kernels(rule)[FORM], change)
+            found[name] = kind, audit_kernels.named(signature, inner, "")
+        elif op == "dplr":
+            found[name] = kind, of_dplr(audit_kernels.dplr, change)
+        else:
+            right = audit_kernels.kernels(op)
+            found[name] = kind, of_rule(right.get(FORM) or next(iter(right.values())), change)
+    return found
 
 
 def of_rule(right, change):
     return lambda **x: change(right, x)
 
 
+def of_positions(right, change):
+    return lambda *x: change(right, dict(zip(ARGUMENTS, x)) if x[-1] is not None else dict(zip(ARGUMENTS, x[:-1])))
+
+
+def of_dplr(right, change):
+    """b and a under the names of k's own and p; gates as g."""
+    def inner(g, p, **x):
+        return right(a=p, gk=g, **x)
+    return lambda q, k, v, a, b, gk, **x: change(inner, {"q": q, "k": k, "v": v, "p": a, "b": b, "g": gk, **x})
+
+
 def of_attention(right, change):
     def call(query, key, value, **options):
-        x = {"q": query.transpose(1, 2), "k": key.transpose(1, 2), "v": value.transpose(1, 2)}
-        if options.get("attn_mask") is not None:
-            x["attn_mask"] = options.pop("attn_mask")
-
-        def rows_first(q, k, v, attn_mask=None):
-            o = right(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=attn_mask, **options)
+        def rows_first(q, k, v, **x):
+            o = right(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **x)
             return o.transpose(1, 2), None
+        options = {n: x for n, x in options.items() if x is not None}
+        x = {"q": query.transpose(1, 2), "k": key.transpose(1, 2), "v": value.transpose(1, 2), **options}
         return change(rows_first, x)[0].transpose(1, 2)
+    return call
+
+
+def of_flash(right, change):
+    def call(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, sinks=None, return_lse=False):
+        return change(right, {"q": q, "k": k, "v": v, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+                              "softcap": softcap, "sinks": sinks, "return_lse": True})
+    return call
+
+
+def of_varlen(right, change):
+    def call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+             window_size=(-1, -1), softcap=0.0, return_attn_probs=False):
+        def inner(**x):
+            return right(**x, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_attn_probs=True)[:2]
+        return change(inner, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+                              "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap})
     return call
 
 
 def __getattr__(name):
     """Kernels by operation and number, for those who import by name: kda_12."""
     op, _, number = name.rpartition("_")
-    if op in audit_kernels.OPS and number.isdigit():
-        return list(kernels(op).values())[int(number)][1]
+    if number.isdigit():
+        return list(kernels(op.replace("__", ":")).values())[int(number)][1]
     raise AttributeError(name)

@@ -1,9 +1,11 @@
 """Kernels for NVIDIA GPUs that gpu_table.py audits: others', and one of ours with a mistake of flash-sparse-attention 1.2.3.
 
-Triton's autotuner takes one form of each kernel, of few warps' registers, which ptxas compiles soonest: an audit asks for
-numbers, not for speed. fla has an autotuner of its own, which is one of Triton's.
+Triton's autotuner takes one form of each kernel, of as few warps as there are but one: an audit asks for numbers, not for speed.
+Triton 3.6 miscompiles some of fla's kernels with 4 warps on Hopper (fla 984); SOFTDELTA_WARPS=4 takes those. fla has an autotuner of
+its own, which is one of Triton's.
 """
 import importlib
+import os
 
 import torch
 import triton
@@ -11,17 +13,21 @@ import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 
 _init = Autotuner.__init__
+WARPS = int(os.environ.get("SOFTDELTA_WARPS", 2))
 
 
 def _one_form(self, fn, arg_names, configs, *args, **kwargs):
-    _init(self, fn, arg_names, [min(configs, key=lambda c: (abs(c.num_warps - 4), c.num_stages))], *args, **kwargs)
+    _init(self, fn, arg_names, [min(configs, key=lambda c: (abs(c.num_warps - WARPS), c.num_stages))], *args, **kwargs)
 
 
 Autotuner.__init__ = _one_form
 
 
 def __getattr__(name):
-    """fla's chunk_kda and the like; unguarded_chunk_…: without the check that refuses a backward pass (fla 640)."""
+    """fla's chunk_kda and the like; unguarded_chunk_…: without the check that refuses a backward pass (fla 640); forward_chunk_…:
+    without a backward pass."""
+    if name.startswith("forward_"):
+        return torch.no_grad()(__getattr__(name.removeprefix("forward_")))
     if name.startswith("unguarded_"):
         importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
         name = name.removeprefix("unguarded_")
@@ -45,14 +51,6 @@ def sparse_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal
         mask = torch.ones(Lq, Lk, dtype=torch.bool, device=q.device).tril().expand(*query.shape[:2], Lq, Lk)
     o = triton_sparse_attn_func(q, k, v, mask, bias, False, size**-0.5 if scale is None else scale)
     return o[..., :value.shape[3]].transpose(1, 2)
-
-
-def gdn_forward(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-                cu_seqlens=None):
-    with torch.no_grad():
-        return __getattr__("chunk_gated_delta_rule")(
-            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
 
 
 def _backend(name):

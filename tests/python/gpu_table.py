@@ -25,18 +25,22 @@ from softdelta._audit import run, worker  # noqa: E402
 HERE = Path(__file__).parent
 # Classes of delta rules. The first share has the checks.
 SHARES = (("ordinary",), ("packed", "mixed"), ("steep", "length 65", "length 64", "rising"), ("correlated", "slow", "stateless"),
-          ("length 63", "length 1", "raw", "forward"), ("length 4097", "views", "wide"))
+          ("length 63", "length 1", "raw", "forward"), ("length 4097", "views", "wide"),
+          ("size 64", "size 128", "short sequences", "one sequence"))
 # Name, function, operation, types, results, shares: how many, or their classes.
 KERNELS = [
     ("fla chunk_kda", "chunk_kda", "kda", "bf16", "all", SHARES),
-    ("fla chunk_gated_delta_rule, forward", "gdn_forward", "gated_delta_rule", "bf16", "forward", SHARES),
+    ("fla chunk_gated_delta_rule, forward", "forward_chunk_gated_delta_rule", "gated_delta_rule", "bf16", "forward", SHARES),
     ("fla chunk_gated_delta_rule, its refusal of Hopper taken out", "unguarded_chunk_gated_delta_rule", "gated_delta_rule",
      "bf16", "all", SHARES),
     ("fla chunk_gdn2", "chunk_gdn2", "gdn2", "bf16", "all", SHARES),
     ("fla chunk_delta_rule", "chunk_delta_rule", "delta_rule", "bf16", "all", SHARES),
+    ("fla chunk_simple_gla, forward", "forward_chunk_simple_gla", "simple_gla", "bf16", "forward", SHARES),
     ("fla chunk_simple_gla, its refusal of Hopper taken out", "unguarded_chunk_simple_gla", "simple_gla", "bf16", "all", SHARES),
-    ("fla chunk_gated_delta_product", "chunk_gated_delta_product", "gated_delta_product", "bf16", "all", SHARES),
-    ("fla chunk_comba", "chunk_comba", "comba", "bf16", "all", SHARES),
+    ("fla chunk_gated_delta_product, forward", "forward_chunk_gated_delta_product", "gated_delta_product", "bf16", "forward", SHARES),
+    ("the same, both passes, its refusal taken out", "unguarded_chunk_gated_delta_product", "gated_delta_product", "bf16", "all", SHARES),
+    ("fla chunk_comba, forward", "forward_chunk_comba", "comba", "bf16", "forward", SHARES),
+    ("fla chunk_comba, both passes, its refusal taken out", "unguarded_chunk_comba", "comba", "bf16", "all", SHARES),
     ("fla chunk_gla", "chunk_gla", "gla", "bf16", "all", SHARES),
     ("fla chunk_lightning_attn", "chunk_lightning_attn", "lightning", "bf16", "all", SHARES),
     ("fla chunk_rwkv7", "chunk_rwkv7", "dplr", "bf16", "all", SHARES),
@@ -134,7 +138,10 @@ def row_of(name, found):
     verdict = next(v for v in ("wrong", "incomplete", "right", "cannot_be_judged") if v in verdicts)
     right, total = (sum(f.score[i] for f in found) for i in (0, 1))
     rows = [r for f in found for r in f.rows]
-    said = [f"{', '.join(n for n, x in r.findings.items() if x.verdict == 'wrong')} of {r.name} {r.dtype}" for r in rows if r.wrong]
+    wrong = [(", ".join(n for n, x in r.findings.items() if x.verdict == "wrong"), r) for r in rows if r.wrong]
+    said = [f"{names} of {r.name} {r.dtype}" for names, r in wrong if names]
+    failed = dict.fromkeys(f[:160] for names, r in wrong if not names for f in r.faults)
+    said += [f"{f} ({sum(f in (x[:160] for x in r.faults) for r in rows)} calls)" for f in failed]
     said += [f"{c.name}: no" for f in found for c in f.checks if c.faults]
     for words, missing in (("refused", [f"{r.name} {r.dtype}" for r in rows if r.missing]),
                            ("not reached", [n for f in found for n in f.not_reached])):
@@ -157,7 +164,7 @@ def main():
     shares.sort(key=lambda s: s[2] != "attention")  # those meanwhile that need no form
     end = time.monotonic() + a.budget
     with multiprocessing.get_context("spawn").Pool(a.processes) as pool, tempfile.TemporaryDirectory() as claims:
-        of_triton = [k for k in kernels if k[1].removeprefix("unguarded_").startswith(("chunk_", "gdn_", "sparse_"))]
+        of_triton = [k for k in kernels if k[1].removeprefix("unguarded_").removeprefix("forward_").startswith(("chunk_", "sparse_"))]
         compiled = [pool.apply_async(compile_share, (of_triton, claims, end - 2 * a.budget / 3)) for _ in range(a.processes if of_triton else 0)]
         waiting = [pool.apply_async(audit_share, s) for s in shares]
         print(f"forms compiled: {sum(in_time(c, end) or 0 for c in compiled)}", file=sys.stderr, flush=True)

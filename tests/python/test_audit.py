@@ -15,7 +15,7 @@ from softdelta.pytest_plugin import audit_kernel  # noqa: F401
 
 FILE = Path(audit_cheats.__file__)
 SMALL = ("slow", "correlated", "packed", "mixed", "steep", "rising", "length 64", "length 4097", "stateless", "forward",
-         "wide")  # left out
+         "wide", "size 64", "size 128", "short sequences", "one sequence")  # left out
 
 
 ALMOST_ALL = (*SMALL, "exact", "correlated", "length 63", "length 65", "length 1")  # what is left is for the checks
@@ -104,7 +104,7 @@ def one_class(kernel, op, name, dtype="bf16", seed=7):
     from softdelta._audit import run as parts
     here = parts.Here(kernel)
     adapter = parts.adapter_of(op, here.parameters or here.named)
-    call = next(c for c in parts.draw_calls(op, adapter, seed, torch.bfloat16) if c.name == name)
+    call = next(c for c in parts.draw_calls(op, adapter, seed, torch.bfloat16, here.parameters) if c.name == name)
     return parts.audit_call(parts.Runner(here, adapter, "cpu", 600),
                             parts.in_type(call, torch.bfloat16, parts.DTYPES[dtype]), dtype, "all")
 
@@ -135,6 +135,13 @@ def test_norms_that_a_function_does_not_take():
     call, _ = parts.fit(call, here.parameters, here.named)
     row = parts.audit_call(parts.Runner(here, "fla", "cpu", 600), call, "bf16", "all")
     assert not row.wrong and not row.missing and len(row.findings) > 4, row
+
+
+@pytest.mark.parametrize("op, adapter, narrow", [("kda", "fla", "q k v beta do"), ("mamba2", "mamba2", "q k v g do")])
+def test_the_first_type_may_be_the_widest(op, adapter, narrow):
+    from softdelta._audit import run as parts
+    call = parts.in_type(parts.draw_calls(op, adapter, 3, torch.float32)[0], torch.float32, torch.bfloat16)
+    assert {n for n, t in call.tensors.items() if t.dtype == torch.bfloat16} == set(narrow.split())
 
 
 def test_a_model_under_audit():
@@ -173,10 +180,40 @@ def test_a_chunk_of_any_size_spreads_NaN_within_itself(chunk, dtype):
     ("attention", "keys of zeros are padding", "ordinary"),
     ("attention", "mask of the first head", "mask of heads"),
     ("attention", "more rows than keys", "lengths 96 33"),
+    ("attention", "mask read as dense", "padding"),
+    ("attention", "dbias of a shared row", "shared row"),
+    ("attention", "one causal row sees all", "one row, causal"),
+    ("attention", "fewer value columns than keys", "size 128"),
+    ("attention:flash", "softcap ignored where causal", "softcap"),
+    ("attention:flash", "window to the right ignored", "window to both sides"),
+    ("attention:flash", "sink in base 2", "sink"),
+    ("attention:flash", "lse without the sink", "sink"),
+    ("attention:varlen", "one key of the sequence before", "packed"),
+    ("attention:varlen", "sequences of one query", "packed, causal"),
+    ("gla", "head size 64", "size 64"),
+    ("kda", "state out without a state in", "forward"),
+    ("gdn2", "state has a gradient only if the last one has", "length 63"),
+    ("comba", "more than 16 packed sequences", "short sequences"),
+    ("gla", "one packed sequence", "one sequence"),
 ])
 def test_what_inputs_seldom_are(op, name, where):
-    row = one_class(audit_sly.kernels(op)[name][1], op, where)
+    row = one_class(audit_sly.kernels(op)[name][1], op.partition(":")[0], where)
     assert row.wrong and not row.missing, row
+
+
+@pytest.mark.parametrize("op, where", [("attention:flash", "sink"), ("attention:flash", "softcap"), ("attention:varlen", "packed"),
+                                       ("attention:varlen", "packed, causal")])
+def test_signatures_of_flash_attention(op, where):
+    """Sinks, log-sums and packed sequences of those functions that have them."""
+    row = one_class(next(iter(audit_kernels.kernels(op).values())), "attention", where, "f32")
+    assert not row.wrong and not row.missing and "lse" in row.findings, row
+
+
+def test_options_of_the_call_before():
+    audit_sly.memory.clear()
+    kernel = audit_sly.kernels("gla")["scale of the first call of a shape"][1]
+    found = softdelta.audit(kernel, op="gla", dtypes="f32", seed=3, isolate=False, output=False, budget_s=600, without=ALMOST_ALL)
+    assert any("is wrong with another scale" in f for f in found.faults), str(found)
 
 
 @pytest.mark.parametrize("where", ["lengths 1 1", "finite mask"])
@@ -219,6 +256,15 @@ def test_a_shared_library(tmp_path):
     assert [g.split(" ")[0] for g in found.gaps] == ["dq", "dk", "dv", "dbeta", "dinitial_state"]  # it has none
     with pytest.raises(ValueError, match="cannot be loaded"):
         softdelta.audit(str(tmp_path / "none.so"), op="kda")
+
+
+@pytest.mark.parametrize("op", ["dplr", "attention"])
+def test_a_library_with_all_operations(op, tmp_path):
+    """softdelta's own, whose tokens may have several steps."""
+    library = next(Path(softdelta.__file__).parent.glob("libsoftdelta.so*"))
+    (tmp_path / "kernels.so").symlink_to(library.resolve())
+    found = softdelta.audit(str(tmp_path / "kernels.so"), op=op, dtypes="f32", seed=4, output=False, budget_s=600, without=ALMOST_ALL)
+    assert found.right and found.score[1] > 10, str(found)
 
 
 def test_gates_made_in_the_kernel():
@@ -291,7 +337,7 @@ def test_a_dead_process_is_a_fault(tmp_path):
 def test_inputs_become_case_files(tmp_path):
     assert softdelta.audit.main(["--op", "kda", "--inputs", str(tmp_path), "--dtypes", "bf16", "--seed", "4"]) == 0
     paths = sorted(tmp_path.iterdir())
-    assert len(paths) == 17 and tmp_path / "slow-bf16.safetensors" in paths
+    assert len(paths) == 21 and tmp_path / "slow-bf16.safetensors" in paths
     assert softdelta.verify(tmp_path / "length-65-bf16.safetensors", engine="fast").right
     again = softdelta.audit.write_inputs("kda", tmp_path / "again", dtypes="bf16", seed=4)
     assert (tmp_path / "ordinary-bf16.safetensors").read_bytes() == Path(again[0]).read_bytes()

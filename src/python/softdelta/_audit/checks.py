@@ -14,6 +14,7 @@ from .signatures import Signature, parts_of
 
 REPEATS = 5
 ROWS = ("q", "k", "v", "g", "beta", "p", "b", "w")  # operands with a row for each token
+STEPS = ("k", "v", "beta", "p")  # of those, the ones with a row for each step
 CHANCE = 8  # standard deviations: beyond, errors that favour a direction do so for a reason
 HARMLESS = 1 / 8  # of an ulp: a bias that nobody would see
 
@@ -134,6 +135,7 @@ class Checks:
         yield "memory that nobody wrote is not read", self.unwritten
         yield f"{REPEATS} calls give the same bits", self.repeats
         yield "new numbers at the same addresses count", self.new_numbers
+        yield "options of a call count, not those of the one before", self.options
         if self.call.gradients:
             yield "each gradient is right when asked for alone", self.alone
             yield "two backward passes give the same bits", self.backward_twice
@@ -183,6 +185,19 @@ class Checks:
         if names:
             yield f"{', '.join(names)} of new numbers at the same addresses are others"
 
+    def options(self):
+        """Calls of the same shapes."""
+        call, parameters = clean(self.call), self.run.process.parameters
+        named = {"scale": {"scale", "softmax_scale", "sm_scale"}, "use_qk_l2norm_in_kernel": {"use_qk_l2norm_in_kernel"}}
+        for name, value in ("scale", 0.6), ("use_qk_l2norm_in_kernel", True):
+            known = name not in call.options if name == "scale" else name in call.options
+            if not known or parameters is not None and not named[name] & set(parameters):
+                continue
+            other = replace(call, options={**call.options, name: value})
+            for f in judge_results(other, self.run(other)):
+                if f.verdict == "wrong":
+                    yield f"{f.name} is wrong with another {name} at the same shapes: {f.note}"
+
     def backward_twice(self):
         names = self.run.second_backward(self.call)
         if names:
@@ -204,9 +219,6 @@ class DeltaChecks(Checks):
             self.call.options["output_final_state"] = False
 
     def all(self):
-        if self.call.options.get("steps", 1) > 1:  # rows are steps
-            yield from self.common()
-            return
         yield "NaN shows, and stays in its row, head and batch row", self.nan
         yield "NaN in do shows, and stays in its batch row and head", self.nan_backward
         if self.packed_call is not None:
@@ -215,6 +227,15 @@ class DeltaChecks(Checks):
         if self.has_states:
             yield "two calls give what one gives", self.split
         yield from self.common()
+
+    def row(self, name, token):
+        """Of an operand, at a token's last step."""
+        steps = self.call.options.get("steps", 1)
+        return token * steps + steps - 1 if name in STEPS else token
+
+    def rows(self, name, x, tokens):
+        steps = self.call.options.get("steps", 1) if name in STEPS else 1
+        return x[:, slice(*(n if n is None else n * steps for n in (tokens.start, tokens.stop)))]
 
     def nan(self):
         s, group = self.shape, self.shape.HV // self.shape.H
@@ -227,11 +248,13 @@ class DeltaChecks(Checks):
         if self.has_states:
             tries.append(("initial_state", (0, 0), marks(o, 0, slice(None), 0), marks(state, 0, 0), marks(o, 0, 0, 0)))
         for name, at, in_o, in_state, must in tries:
+            if name in STEPS:
+                at = (at[0], self.row(name, at[1]), at[2])
             results = self.run(clean(self.call, **with_nan(self.call, name, at)))
             if lost := swallowed(results, "o", must):
                 yield f"a NaN in {name}{list(at)} does not show in {lost}"
             if name in ("k", "v") and (start := begin_of_chunk(results, in_o)):
-                at = (at[0], start, at[2])
+                at = (at[0], self.row(name, start), at[2])
                 results = self.run(clean(self.call, **with_nan(self.call, name, at)))
                 in_o = in_o | in_o[:, -1:]
                 in_o[:, :start] = False
@@ -244,22 +267,20 @@ class DeltaChecks(Checks):
         at = (1, 128, s.HV - 1)
         call = replace(self.call, tensors={**self.call.tensors, **with_nan(self.call, "do", at)})
         results = self.run(call)
-        in_keys = marks(s.keys, 1, slice(None), s.H - 1)
         in_dq = marks(s.keys, 1, 128, s.H - 1)
         if "dq" in results and (lost := swallowed(results, "dq", in_dq)):
             yield f"a NaN in do{list(at)} does not show in {lost}"
-        for name, may in (("dq", in_dq), ("dk", in_keys), ("dp", in_keys),
-                          ("dv", marks(s.values, 1, slice(None), s.HV - 1)),
-                          ("dbeta", marks(s.scalars, 1, slice(None), s.HV - 1)),
-                          ("dg", marks(s.gates, 1, slice(None), s.HV - 1)),
-                          ("dinitial_state", marks(s.states, 1, s.HV - 1))):
+        for name, head in ("dk", s.H), ("dp", s.H), ("dv", s.HV), ("dbeta", s.HV), ("dg", s.HV), ("db", s.H), ("dw", s.HV):
+            if name in results and (stray := spread(results, name, marks(results[name].shape, 1, slice(None), head - 1))):
+                yield f"a NaN in do{list(at)} reaches {stray}"
+        for name, may in ("dq", in_dq), ("dinitial_state", marks(s.states, 1, s.HV - 1)):
             if stray := spread(results, name, may):
                 yield f"a NaN in do{list(at)} reaches {stray}"
 
     def nan_packed(self):
         call = self.packed_call
         begin, end = call.tensors["cu_seqlens"][1:3].tolist()
-        results = self.run(clean(call, **with_nan(call, "v", (0, begin + 3))))
+        results = self.run(clean(call, **with_nan(call, "v", (0, self.row("v", begin + 3)))))
         in_state = marks((len(call.tensors["cu_seqlens"]) - 1, *results["o"].shape[2:3], 1, 1), 1)
         for name, may in ("o", marks(results["o"].shape, 0, slice(begin, end))), ("final_state", in_state):
             if stray := spread(results, name, may):
@@ -270,16 +291,18 @@ class DeltaChecks(Checks):
         other = {}
         for i, name in enumerate(n for n in ROWS if n in self.call.tensors):
             x = other[name] = self.call.tensors[name].clone()
-            x[:, start:] = x[:, start:].roll(17 + i, 1) * (50 if name == "v" else 1)
+            later = self.rows(name, x, slice(start, None))
+            later.copy_(later.roll(2 * (9 + i), 1) * (50 if name == "v" else 1))
         yield from change_before(first["o"], self.run(clean(self.call, **other))["o"], start)
 
     def split(self):
         whole, at = clean(self.call), 70
         rows = [n for n in ROWS if n in whole.tensors]
-        one = self.run(clean(whole, **{n: whole.tensors[n][:, :at] for n in rows}))
+        one = self.run(clean(whole, **{n: self.rows(n, whole.tensors[n], slice(at)) for n in rows}))
         if "final_state" not in one:
             return
-        two = self.run(clean(whole, **{n: whole.tensors[n][:, at:] for n in rows}, initial_state=one["final_state"]))
+        two = self.run(clean(whole, **{n: self.rows(n, whole.tensors[n], slice(at, None)) for n in rows},
+                             initial_state=one["final_state"]))
         both = {"o": torch.cat([one["o"], two["o"]], 1), "final_state": two["final_state"]}
         for f in judge_results(whole, both):
             if f.verdict == "wrong":
@@ -290,9 +313,9 @@ class DeltaChecks(Checks):
 class AttentionChecks(Checks):
     """Of attention, causal, with groups of two query heads."""
 
-    def __init__(self, seed, dtype, run, adapter):
+    def __init__(self, seed, dtype, run, adapter, named=()):
         self.run = run
-        self.family = Attention(adapter)
+        self.family = Attention(adapter, named)
         self.call = self.family.call("checks", Draw(seed, "checks"), dtype, 150, 150, causal=self.family.causal)
 
     def all(self):

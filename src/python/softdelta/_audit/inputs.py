@@ -9,6 +9,7 @@ import torch
 
 from .._options import FACTS
 from .signatures import Signature
+from .worker import LSE, SINKS
 
 GROUPED = ("gated_delta_rule", "kda", "comba", "mamba2")  # rules whose kernels have groups of value heads
 NAMED = {"mamba2": "simple_gla", "lightning": "simple_gla"}  # rules under the names of their models
@@ -29,6 +30,7 @@ class Call:
     forward_only: bool = False
     only: str | None = None  # the one input whose gradient is asked for
     signature: Signature = Signature()
+    lse: bool = False  # it is a result, of which no gradient is asked
 
     @property
     def gradients(self):
@@ -43,7 +45,7 @@ class Call:
 
     @property
     def results(self):
-        forward = ["o"]
+        forward = ["o", "lse"] if self.lse else ["o"]
         if self.op != "attention" and self.options.get("output_final_state", True):
             forward.append("final_state")
         return forward + ["d" + n for n in self.gradients]
@@ -56,7 +58,7 @@ class Call:
 
     def dtype_of(self, result):
         t = self.tensors
-        if result == "final_state":
+        if result in ("final_state", "lse"):
             return torch.float32
         return t["v" if result == "o" else result[1:]].dtype
 
@@ -240,14 +242,46 @@ def packed(op, draw, dtype):
 def of_length(T, H=1, B=2):
     def lengths(op, draw, dtype):
         s = DeltaShape(op, B, T, H, 16, 24)
-        return delta_call(f"length {T}", draw, s, dtype, l2norm=T % 2 == 0, g=draw.uniform(-0.2, 0, *s.gates))
+        call = delta_call(f"length {T}", draw, s, dtype, l2norm=T % 2 == 0, g=draw.uniform(-0.2, 0, *s.gates))
+        if T == 63:  # the last state is returned, and nothing is asked of it
+            del call.tensors["dfinal_state"]
+        return call
     return lengths
 
 
+def usual(size, T):
+    """Sizes that models have, of which kernels have forms of their own: no groups, tiles and chunks that are full. A state goes in
+    or comes out, not both."""
+    def sizes(op, draw, dtype):
+        s = DeltaShape(op, 1, T, 2, size, size, group=1)
+        call = delta_call(f"size {size}", draw, s, dtype, l2norm=True, g=draw.uniform(-0.1, 0, *s.gates),
+                          scale=1.0 if size == 128 else None)
+        if size == 128:
+            call.options["output_final_state"] = False
+        del call.tensors["dfinal_state" if size == 128 else "initial_state"]
+        return call
+    return sizes
+
+
+def short(op, draw, dtype):
+    """Many packed sequences."""
+    lengths = draw.integer(1, 7, 20).tolist()
+    s = DeltaShape(op, 1, sum(lengths), 1, 16, 24, lengths)
+    return delta_call("short sequences", draw, s, dtype, g=draw.uniform(-0.2, 0, *s.gates))
+
+
+def single(op, draw, dtype):
+    """One packed sequence."""
+    s = DeltaShape(op, 1, 70, 2, 16, 24, [70])
+    return delta_call("one sequence", draw, s, dtype, l2norm=True, g=draw.uniform(-0.2, 0, *s.gates))
+
+
 def forward(op, draw, dtype):
-    """Without gradients: kernels have another path then."""
+    """Without gradients: kernels have another path then. No state comes in, as where a prompt is read."""
     s = DeltaShape(op, 2, 4 * 64 + 5 + int(draw.integer(0, 15)), 2, 16, 24)
-    return delta_call("forward", draw, s, dtype, l2norm=True, g=draw.uniform(-0.05, 0, *s.gates), gradients=False)
+    call = delta_call("forward", draw, s, dtype, l2norm=True, g=draw.uniform(-0.05, 0, *s.gates), gradients=False)
+    del call.tensors["initial_state"]
+    return call
 
 
 def raw(op, draw, dtype):
@@ -301,13 +335,15 @@ def stateless(op, draw, dtype):
 
 
 DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63, 5),
-         of_length(1, 17, 5), rising, stateless, forward, raw, wide, long)
+         of_length(1, 17, 5), rising, stateless, forward, usual(64, 256), usual(128, 128), short, single, raw, wide, long)
 
 
 class Attention:
-    """Classes of attention, for a signature that has some of the features."""
+    """Classes of attention, for a signature that has some of the features; named: its parameters."""
 
-    def __init__(self, adapter):
+    def __init__(self, adapter, named=()):
+        self.sinks, self.lse, self.packs = (adapter == "flash" and bool(set(n) & set(named or ()))
+                                            for n in (SINKS, LSE, ["cu_seqlens_q"]))
         self.causal = "top_left" if adapter == "sdpa" else "bottom_right"
         self.masks = adapter in ("sdpa", "c")
         self.windows = adapter in ("flash", "c")
@@ -321,9 +357,9 @@ class Attention:
         drawn.update({n: x for n, x in given.items() if torch.is_tensor(x)})
         if not (gradients and self.gradients):
             del drawn["do"]
-        tensors = {n: x if x.dtype == torch.bool else x.to(dtype) for n, x in drawn.items()}
+        tensors = {n: x if x.dtype == torch.bool else x.float() if n == "sink" else x.to(dtype) for n, x in drawn.items()}
         options = {n: x for n, x in given.items() if not torch.is_tensor(x)}
-        return Call(name, "attention", tensors, options, forward_only="do" not in drawn)
+        return Call(name, "attention", tensors, options, forward_only="do" not in drawn, lse=self.lse)
 
     def classes(self):
         yield self.ordinary
@@ -331,16 +367,21 @@ class Attention:
         yield self.exact
         yield self.scores
         if self.masks:
-            yield from (self.dead_rows, self.finite_mask, self.bias)
+            yield from (self.dead_rows, self.finite_mask, self.bias, self.padding, self.shared_row)
         if self.windows:
-            yield self.window
+            yield from (self.window, self.two_sided)
         if self.softcap:
             yield self.capped
+        if self.sinks:
+            yield self.sink
+        if self.packs:
+            yield from (self.packed, self.packed_window)
         yield self.views
         for Lq, Lk, H, Hk, B in ((65, 65, 2, 1, 2), (64, 64, 2, 1, 2), (63, 130, 12, 12, 2), (1, 1, 34, 17, 5), (1, 65, 12, 2, 2)):
             yield lambda draw, dtype, Lq=Lq, Lk=Lk, H=H, Hk=Hk, B=B: self.of_length(draw, dtype, Lq, Lk, H, Hk, B)
         yield self.wide
         yield self.long
+        yield from (self.usual, self.usual_128, self.one_row)
         yield lambda draw, dtype: self.of_length(draw, dtype, 96, 33, 4, 2, 2)
         yield lambda draw, dtype: self.of_length(draw, dtype, 4097, 5, 2, 1, 1)
         if self.masks:
@@ -390,11 +431,58 @@ class Attention:
     def bias(self, draw, dtype):
         return self.call("bias", draw, dtype, 70, 90, bias=2 * draw.normal(1, 4, 70, 90), causal="none")
 
+    def padding(self, draw, dtype):
+        """Keys at the end hidden, by one row of memory for all rows."""
+        mask = (torch.arange(70) < torch.tensor([70, 51])[:, None])[:, None, None].expand(2, 1, 60, 70)
+        call = self.call("padding", draw, dtype, 60, 70, mask=mask, causal="none")
+        call.layout["mask"] = "one row"
+        return call
+
+    def shared_row(self, draw, dtype):
+        """A bias of one row for all, minus infinity in places."""
+        bias = draw.normal(2, 1, 1, 70)
+        bias[1, :, :, 40::5] = -torch.inf
+        return self.call("shared row", draw, dtype, 50, 70, bias=bias, causal="none")
+
+    def sink(self, draw, dtype):
+        return self.call("sink", draw, dtype, 60, 70, sink=2 * draw.normal(4), causal=self.causal)
+
+    def _packed(self, name, draw, dtype, queries, keys, **given):
+        call = self.call(name, draw, dtype, sum(queries), sum(keys), B=1, **given)
+        call.tensors.update({f"cu_seqlens_{n}": torch.tensor([0, *x]).cumsum(0) for n, x in (("q", queries), ("k", keys))})
+        return call
+
+    def packed(self, draw, dtype):
+        """Sequences that begin off every grid, one without queries; more keys than queries and fewer."""
+        first = int(draw.integer(0, 9))
+        return self._packed("packed", draw, dtype, [37 + first, 64, 1, 0, 70, 3], [50 + first, 64, 33, 5, 90, 1], causal="none")
+
+    def packed_window(self, draw, dtype):
+        first = int(draw.integer(0, 9))
+        given = {"window_left": 12, "window_right": 0} if self.windows else {}
+        return self._packed("packed, causal", draw, dtype, [37 + first, 70, 1, 20], [50 + first, 70, 40, 33], causal=self.causal,
+                            **given)
+
+    def two_sided(self, draw, dtype):
+        return self.call("window to both sides", draw, dtype, 90, 100, window_left=9, window_right=13, causal="none")
+
+    def usual(self, draw, dtype):
+        """Sizes that models have, of which kernels have forms of their own."""
+        return self.call("size 64", draw, dtype, 128, 128, B=1, H=2, D=64, causal=self.causal)
+
+    def usual_128(self, draw, dtype):
+        """Fewer columns of values than of keys, where they may differ."""
+        given = {"v": draw.normal(1, 128, 1, 64), "do": draw.normal(1, 64, 2, 64)} if self.masks else {}
+        return self.call("size 128", draw, dtype, 64, 128, B=1, H=2, Hk=1, D=128, causal="none", **given)
+
+    def one_row(self, draw, dtype):
+        return self.call("one row, causal", draw, dtype, 1, 70, causal=self.causal)
+
     def window(self, draw, dtype):
         return self.call("window", draw, dtype, 140, 150, window_left=20, window_right=0, causal="bottom_right")
 
     def capped(self, draw, dtype):
-        return self.call("softcap", draw, dtype, 70, 70, softcap=5.0, size=2.0, causal="none")
+        return self.call("softcap", draw, dtype, 70, 70, softcap=5.0, size=2.0, causal=self.causal)
 
     def views(self, draw, dtype):
         call = self.call("views", draw, dtype, 50, 66, k=draw.normal(1, 66, 2, 16).expand(2, -1, -1, -1), causal="none",

@@ -65,7 +65,11 @@ class Isolated:
             return {"died": f"not called: its process ended {self.deaths} times", "late": True}
         if self.process is None:
             self._begin()
-        return self._exchange(request, seconds)
+        reply = self._exchange(request, seconds)
+        if reply.get("device_lost"):
+            self.close()
+            self.deaths += 1
+        return reply
 
     def close(self):
         if self.process is not None:

@@ -108,6 +108,8 @@ def wanted(call, require):
 
 def shape_of(call, result):
     t = call.tensors
+    if result == "lse":
+        return t["q"].shape[0], t["q"].shape[2], t["q"].shape[1]
     if result == "o":
         return t["q"].shape[:-2] + t["v"].shape[-2:] if call.op != "attention" else (*t["q"].shape[:3], t["v"].shape[3])
     if result == "final_state":
@@ -282,9 +284,9 @@ def names_of(op, dtypes):
 
 def in_type(call, first, dtype):
     """The same numbers in another storage type than the first, in which they were drawn."""
-    if dtype == first or first == torch.float32:
-        return call
-    return replace(call, tensors={n: t.to(dtype) if t.dtype == first else t for n, t in call.tensors.items()})
+    always_f32 = (*GATE_PARAMETERS, "initial_state", "dfinal_state", "sink", *(() if "A" in call.tensors else ("g",)))
+    return replace(call, tensors={n: t.to(dtype) if t.dtype == first and not (first == torch.float32 and n in always_f32) else t
+                                  for n, t in call.tensors.items()})
 
 
 def has_limits(call, dtype):
@@ -360,10 +362,10 @@ def expect_parameters(op, adapter, name, parameters):
         raise ValueError(f"{name} has parameters {', '.join(parameters)}, expected {', '.join(missing)} among them for {op}")
 
 
-def draw_calls(op, adapter, seed, dtype):
+def draw_calls(op, adapter, seed, dtype, named=()):
     if op == "attention":
         return [draw(inputs.Draw(seed, f"attention {i}"), dtype)
-                for i, draw in enumerate(inputs.Attention(adapter).classes())]
+                for i, draw in enumerate(inputs.Attention(adapter, named).classes())]
     signature = SIGNATURES.get(adapter, Signature())
     calls = [draw(op, inputs.Draw(seed, f"{op} {i}"), dtype) for i, draw in enumerate(inputs.DELTA)
              if draw is not inputs.raw or op in inputs.GROUPED and op != "mamba2"]
@@ -380,7 +382,7 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
     lacking, worst, packed = set(), None, None
     first = DTYPES[dtypes[0]]
     calls = []
-    for call in draw_calls(audit.op, runner.adapter, audit.seed, first):
+    for call in draw_calls(audit.op, runner.adapter, audit.seed, first, runner.process.parameters):
         call, lacks = (call, []) if audit.op == "attention" else fit(call, parameters, runner.process.named)
         lacking |= set(lacks)
         if call is None or call.name in without:
@@ -423,7 +425,7 @@ def run_classes(audit, runner, parameters, dtypes, require, without, output):
 
 def run_checks(audit, runner, parameters, dtype, without, packed):
     if audit.op == "attention":
-        checks = AttentionChecks(audit.seed, dtype, runner, runner.adapter)
+        checks = AttentionChecks(audit.seed, dtype, runner, runner.adapter, parameters)
     else:
         has_states = parameters is None or bool({"initial_state", "initial_states"} & set(parameters))
         checks = DeltaChecks(audit.op, audit.seed, dtype, runner, has_states, packed,

@@ -91,9 +91,10 @@ class Kernels:
         if family == "delta":
             l2norm = options.get("use_qk_l2norm_in_kernel", False)
             gate, sigmoid = (options.get(n, False) for n in ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"))
-            o = DeltaOptions(ctypes.sizeof(DeltaOptions), RULES.index(op), scale, l2norm, gate, math.nan, sigmoid, 0, 0, 64, 0, 0)
+            o = DeltaOptions(ctypes.sizeof(DeltaOptions), RULES.index(op), scale, l2norm, gate, math.nan, sigmoid, 0, 0, 64, 0,
+                             options.get("steps", 1))
             n = len(x["cu_seqlens"]) - 1 if "cu_seqlens" in x else len(x["q"])
-            results = {"o": torch.empty_like(x["v"], memory_format=torch.contiguous_format)}
+            results = {"o": x["v"].new_empty(*x["q"].shape[:2], *x["v"].shape[2:])}  # v may have several rows for a token
             if options.get("output_final_state", True):
                 results["final_state"] = x["q"].new_empty(n, *x["v"].shape[2:3], x["q"].shape[3], x["v"].shape[3],
                                                           dtype=torch.float32)

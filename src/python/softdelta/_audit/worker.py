@@ -77,6 +77,8 @@ def lay_out(x, kind):
         return view.copy_(x)
     if kind == "expanded":  # the first batch row stands for all
         return x[:1].expand(x.shape)
+    if kind == "one row":  # of a mask
+        return x[:, :, :1].contiguous().expand(x.shape)
     if kind == "constant":  # the first number stands for all: what a sum's backward pass gives
         return x[(slice(1),) * x.dim()].expand(x.shape)
     return x
@@ -257,7 +259,8 @@ def as_sdpa(function, parameters, x, options):
 
 
 def as_flash(function, parameters, x, options):
-    """flash-attention's flash_attn_func: rows [B, L, H, D]; causal ends in the bottom right corner."""
+    """flash-attention's flash_attn_func: rows [B, L, H, D]; causal ends in the bottom right corner. flash_attn_varlen_func: rows
+    [ΣL, H, D]."""
     keywords = {"causal": options.get("causal") == "bottom_right"}
     if "scale" in options:
         keywords["softmax_scale"] = options["scale"]
@@ -265,10 +268,30 @@ def as_flash(function, parameters, x, options):
         keywords["window_size"] = (options["window_left"], options["window_right"])
     if "softcap" in options:
         keywords["softcap"] = options["softcap"]
-    out = function(x["q"], x["k"], x["v"], **keywords)
+    if "sink" in x:
+        keywords[next(n for n in SINKS if n in parameters)] = x["sink"]
+    if asks := next((n for n in LSE if n in (parameters or ())), None):
+        keywords[asks] = True
+    if packed := "cu_seqlens_q" in (parameters or ()):
+        q, k, v = (x[n].flatten(0, 1) for n in ("q", "k", "v"))
+        for n, rows in ("q", x["q"]), ("k", x["k"]):  # batch rows are sequences of one length
+            bounds = x.get("cu_seqlens_" + n, torch.arange(len(rows) + 1, device=rows.device) * rows.shape[1]).int()
+            keywords |= {"cu_seqlens_" + n: bounds, "max_seqlen_" + n: int(bounds.diff().max())}
+    else:
+        q, k, v = x["q"], x["k"], x["v"]
+    out = function(q, k, v, **keywords)
     if isinstance(out, dict):
         return out
-    return {"o": out[0] if isinstance(out, (tuple, list)) else out}
+    out = out if isinstance(out, (tuple, list)) else (out,)
+    results = {"o": out[0].unflatten(0, x["q"].shape[:2]) if packed else out[0]}
+    if asks and len(out) > 1:  # [B, H, L]; packed [H, ΣL]; of a row without keys it may be plus infinity
+        lse = out[1].unflatten(1, x["q"].shape[:2]).transpose(0, 1) if packed else out[1]
+        results["lse"] = torch.where(lse == torch.inf, -torch.inf, lse)
+    return results
+
+
+SINKS = "sinks", "s_aux", "learnable_sink", "sink"
+LSE = "return_attn_probs", "return_softmax_lse", "return_lse"
 
 
 def as_flashinfer(function, parameters, x, options):
@@ -430,7 +453,17 @@ def answer_or_say_why(function, request):
     except REFUSALS as e:
         return {"refused": f"{type(e).__name__}: {e}"}
     except Exception as e:
-        return {"raised": f"{type(e).__name__}: {e}"}
+        return {"raised": f"{type(e).__name__}: {e}", "device_lost": is_lost(torch.device(request["device"]))}
+
+
+def is_lost(device):
+    """Whether a fault, as an illegal access, has left a GPU that refuses whatever this process asks next."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
 
 
 def read(pipe):
