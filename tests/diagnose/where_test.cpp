@@ -135,6 +135,10 @@ TEST(Where, RowsOfAPeriod) {
     EXPECT_SAYS(where(small(), "o", spoil_rows([](Index t) { return t % 2 == 1; })), "only row 1 of every 2 (");
 }
 
+TEST(Where, OneRow) {
+    EXPECT_SAYS(where(inputs(), "o", [](Floats& o) { o.rows(0, 125, 1, 2).setConstant(9); }), "only row 125 (");
+}
+
 TEST(Where, RowsOfAState) {
     const std::string text = where(inputs(), "final_state", [](Floats& S) {
         for (Index h = 0; h < 4; ++h) S.block(0, h).middleRows(8, 8).array() += 1.0f;

@@ -69,6 +69,11 @@ struct Pattern {
     std::function<bool(const ErrorRow&)> has;
 };
 
+std::string row_words(Index first, Index last) {
+    return last > first ? "rows " + std::to_string(first) + " to " + std::to_string(last)
+                        : "row " + std::to_string(first);
+}
+
 // Rows a to b of every `period`.
 void add_period(const ErrorMap& map, Index period, std::vector<Pattern>& patterns) {
     std::vector<Index> wrong(static_cast<std::size_t>(period)), all = wrong;
@@ -89,9 +94,7 @@ void add_period(const ErrorMap& map, Index period, std::vector<Pattern>& pattern
     if (first >= period || last - first + 1 == period || longest <= period + first) return;
     for (Index i = first; i <= last; ++i)
         if (!is_wrong(i)) return;
-    const std::string rows =
-        last > first ? "rows " + std::to_string(first) + " to " + std::to_string(last) : "row " + std::to_string(first);
-    patterns.push_back({rows + " of every " + std::to_string(period),
+    patterns.push_back({row_words(first, last) + " of every " + std::to_string(period),
                         [=](const ErrorRow& r) { return r.row % period >= first && r.row % period <= last; }});
 }
 
@@ -108,9 +111,9 @@ void add_range(const ErrorMap& map, Index chunk, const std::string& chunk_name, 
             {"rows from " + std::to_string(first) + " on" +
                  (chunk > 0 && first % chunk == 0 ? ": what goes from " + chunk_name + " to " + chunk_name : ""),
              [first](const ErrorRow& r) { return r.row >= first; }});
-    if (last > first)
-        patterns.push_back({"rows " + std::to_string(first) + " to " + std::to_string(last),
-                            [first, last](const ErrorRow& r) { return r.row >= first && r.row <= last; }});
+    if (first >= 0)
+        patterns.push_back(
+            {row_words(first, last), [first, last](const ErrorRow& r) { return r.row >= first && r.row <= last; }});
 }
 
 std::vector<Pattern> row_patterns(const ErrorMap& map, Index chunk, const std::string& chunk_name,
