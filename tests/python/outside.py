@@ -190,7 +190,7 @@ def heads_of_dbeta_in_reverse(c):
     return r, {}
 
 
-@mistake(RULES, r"o", r"from 128 on")
+@mistake(RULES, r"o", r"from 128 on|only tails")
 def rows_of_the_third_chunk_shifted(c):
     r = c.run()
     r["o"][:, 128:] = r["o"][:, 128:].roll(5, 1)
@@ -205,7 +205,7 @@ def a_head_of_dk_by_8_bits(c):
     return r, {}
 
 
-@mistake(RULES, r"channels")
+@mistake(RULES, r"channel")
 def columns_in_pairs(c):
     r = c.run()
     r["o"][..., 0::2] = r["o"][..., 1::2]
@@ -287,7 +287,7 @@ def dv_of_a_packed_sequence_from_the_one_after(c):
 
 # Attention.
 
-@mistake(("attention",), r"o", r"from 128 on", r"batch \D*1\b")
+@mistake(("attention",), r"o", r"from 128 on|only tails", r"batch \D*1\b")
 def last_tile_of_queries_never_written(c):
     r = c.run()
     r["o"][1, 128:] = c.garbage(r["o"][1, 128:])
