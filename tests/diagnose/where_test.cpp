@@ -258,6 +258,14 @@ TEST(Where, RowsInWrongPlaces) {
     EXPECT_EQ(scaled.find("belongs"), std::string::npos) << scaled;
 }
 
+TEST(Where, ChannelsInWrongPlaces) {
+    const std::string text = where(inputs(), "dv", [](Floats& dv) {
+        for (int head = 0; head < 4; ++head)
+            dv.rows(0, 0, 150, head).leftCols(8).swap(dv.rows(0, 0, 150, head).middleCols(8, 8));
+    });
+    EXPECT_SAYS(text, "they hold what belongs to other channels: channel 0 that of channel 8, channel 1");
+}
+
 TEST(Where, OneSequence) {
     io::MakeOptions packed = inputs();
     packed.lengths = {70, 0, 17, 63};

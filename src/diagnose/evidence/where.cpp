@@ -435,6 +435,39 @@ const ErrorRow* find_owner(const ErrorMap& map, const ErrorRow& row, const Dense
     return nullptr;
 }
 
+// Right columns in wrong places, as of tiles that are written in another order.
+std::string describe_moved_channels(const ErrorMap& map, const judge::Evidence& e, const Dense& actual) {
+    const Index width = e.blocks.features, step = std::max<Index>(static_cast<Index>(map.rows.size()) / 200, 1);
+    constexpr Index least = 8, fewest_rows = 16;
+    if (width < least || static_cast<Index>(map.rows.size()) < fewest_rows) return "";
+    const Dense truth(e.truth.view());
+    // The squared difference of column c and the truth's column d, and what rounding may make of it.
+    const auto difference = [&](Index c, Index d) {
+        double error = 0, allowed = 0, square = 0;
+        for (std::size_t r = 0; r < map.rows.size(); r += static_cast<std::size_t>(step)) {
+            const double x = actual[map.rows[r].first + c], y = truth[map.rows[r].first + d];
+            error += (x - y) * (x - y);
+            allowed += map.rows[r].noise * map.rows[r].noise;
+            square += y * y;
+        }
+        return std::isfinite(error) && square > 16 * allowed ? error / allowed : HUGE_VAL;
+    };
+    constexpr double same = 9;
+    Index wrong = 0, found = 0;
+    std::string examples;
+    for (Index c = 0; c < width; ++c) {
+        if (difference(c, c) <= same) continue;
+        ++wrong;
+        Index owner = 0;
+        while (owner < width && difference(c, owner) > same) ++owner;
+        if (owner == width) continue;
+        if (++found <= 2)
+            examples += (examples.empty() ? "" : ", ") + ("channel " + std::to_string(c) + " that of channel ") +
+                        std::to_string(owner);
+    }
+    return wrong > 0 && 10 * found >= 9 * wrong ? "they hold what belongs to other channels: " + examples : "";
+}
+
 // Right rows in wrong places: how far away they belong where all are moved alike, else two of them.
 std::string describe_moved(const ErrorMap& map, const judge::Evidence& e, const Dense& actual) {
     const Index n = e.blocks.features;
@@ -513,7 +546,8 @@ std::vector<std::string> describe_where(const io::Call& call, const std::vector<
                 add(describe_scattered(part));
         }
         const Dense dense(actual.at(map.result));
-        add(describe_moved(map, *found, dense));
+        const std::string moved = describe_moved(map, *found, dense);
+        add(moved.empty() ? describe_moved_channels(map, *found, dense) : moved);
         add(describe_channels(*found, dense));
         add(describe_factor(map, known, betas, found->blocks.features));
         add(describe_growth(map));
