@@ -494,7 +494,7 @@ def formula(ops, bug, *expected, names=None, noise=False):
 ROWS = r"rows are wrong|no row stands out"
 for bug, names in (("half of the channels", None), ("scale is 1/D", "scale"), ("cap before the scale", "cap"),
                    ("bias of the next key", "bias"), ("bias of the neighbour head", "bias"), ("bias of each other row", None),
-                   ("half of the bias", "bias"), ("a window twice as wide", None), ("window by tiles", None), ("distance is not causal in the first tile", None),
+                   ("half of the bias", "bias"), ("a window twice as wide", "the window counts twice"), ("window by tiles", None), ("distance is not causal in the first tile", None),
                    ("sink scaled", "sink"), ("sink capped", "sink"), ("sink of the key head", "sink"), ("sink of the neighbour head", "sink"),
                    ("p dropped at random", None), ("dropout's factor", None), ("small p dropped", None),
                    ("lse of unscaled scores", "lse")):
