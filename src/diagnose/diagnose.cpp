@@ -45,6 +45,25 @@ std::string describe_suspects(const Ranking& ranking) {
     return "if it is at one place, then, by the results that are right, at " + places;
 }
 
+// The wrong results that the nearest mistake does not explain, if they are few: as where a gradient goes back through
+// it.
+std::string results_left(const Ranking& ranking) {
+    if (!ranking.near()) return "";
+    constexpr double small = 2, part = 0.01;
+    std::size_t explained = 0, left = 0;
+    std::string names;
+    for (const auto& [name, before] : ranking.before.worst_blocks) {
+        if (!(before > small)) continue;
+        if (ranking.singles.front().left.worst_blocks.at(name) < std::max(small, part * before)) {
+            ++explained;
+        } else {
+            ++left;
+            names.append(names.empty() ? "" : ", ").append(name);
+        }
+    }
+    return left > 0 && 2 * left < explained ? names : "";
+}
+
 std::vector<std::string> conclude(const Ranking& ranking) {
     std::vector<std::string> text;
     if (ranking.noise) {
@@ -78,6 +97,8 @@ std::vector<std::string> conclude(const Ranking& ranking) {
         if (ranking.near())
             text.push_back("nearest is " + describe(*ranking.singles.front().entries.front()) + "; " +
                            effect(ranking, ranking.singles.front()));
+        if (const std::string rest = results_left(ranking); !rest.empty())
+            text.push_back("the nearest explains all wrong results but " + rest);
         if (const std::string suspects = describe_suspects(ranking); !suspects.empty()) text.push_back(suspects);
     }
     return text;

@@ -93,6 +93,24 @@ TEST(Report, RanksNothingThatDoesNotHelp) {
     EXPECT_EQ(text.find("Ranking"), std::string::npos) << text;
 }
 
+// As of automatic differentiation: the gradient goes back through the mistake.
+TEST(Report, AGradientThatGoesBackThroughAMistake) {
+    io::MakeOptions options;
+    options.op = "attention";
+    options.queries = 90, options.keys = 70, options.heads = 2, options.key_heads = 2, options.bias = "full";
+    options.key_size = options.value_size = 16, options.softcap = 3;
+    const io::CaseFile file = io::make_case(options);
+    const io::Call call = io::call_of(file);
+    Results results = run_small_attention(call, AttentionMistake::none, AttentionMistake::none, {"bias", "halved"});
+    Floats dbias(results.at("dbias").view());
+    for (Index i = 0; i < results.at("dbias").count(); ++i) dbias[i] /= 2;
+    results.at("dbias") = dbias.stored(results.at("dbias").dtype());
+    std::string text;
+    for (const std::string& sentence : diagnose_quietly(call, results).conclusion) text += sentence + "\n";
+    EXPECT_NE(text.find("nearest is the bias is halved"), std::string::npos) << text;
+    EXPECT_NE(text.find("the nearest explains all wrong results but dbias"), std::string::npos) << text;
+}
+
 TEST(Stages, TheFirstWrongOneIsNamed) {
     io::MakeOptions options;
     options.op = "kda";
