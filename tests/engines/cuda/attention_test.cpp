@@ -273,6 +273,20 @@ TEST_F(CudaAttention, GradientsOfWholeSequencesAreRight) {
     }
 }
 
+// Scores far from 0 though nothing is added to them, and of D 128 with ds in the workspace.
+TEST_F(CudaAttention, FarScoresHaveTheirGradient) {
+    constexpr Index H = 4, Hk = 2, S = 140;
+    constexpr DType type = DType::bf16;
+    for (const Index D : {64, 128, 192}) {
+        Random random(13);
+        Array q(type, {1, S, H, D}), k(type, {1, S, Hk, D}), v(type, {1, S, Hk, D}), d_o(type, {1, S, H, D});
+        for (Array* t : {&q, &k, &v, &d_o}) fill_normal(*t, random);
+        for (Index i = 0; i < S; ++i) q.set({0, i, 1, 0}, 4096), k.set({0, i, 0, 0}, 8);
+        const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
+        expect_reference_gradients(in, {}, d_o, false, " of D " + std::to_string(D));
+    }
+}
+
 // A bias expanded along any dimensions, whose gradient has all elements.
 TEST_F(CudaAttention, ExpandedBiasesHaveTheirGradient) {
     constexpr Index B = 2, H = 4, Hk = 2, Lq = 136, Lk = 144;
