@@ -20,7 +20,7 @@ def call(family: Family, inputs, options) -> tuple:
     if way == PLAIN:
         return family.forward(inputs, options)
     if way == GRADIENT:
-        return Call.apply(family, options, *family.flat.given(inputs))
+        return _apply(family, options, *family.flat.given(inputs))
     if way == TRANSFORMED:
         return TransformedCall.apply(family, family.flat.options_of_op(options), *inputs)
     return family.op(inputs, options)
@@ -51,6 +51,9 @@ class Call(Function):
         else:
             grads = Gradients.apply(family, options, wanted, *inputs, *saved[:family.saved], *incoming)
         return None, None, *flat.gradients(grads, count)
+
+
+_apply = super(Function, Call).apply  # Function's own looks for transforms, and route() has found none
 
 
 def _save(ctx, family, options, tensors):
