@@ -670,13 +670,6 @@ def last_column_of_keys_lost_where_wide(right, x):
     return right(**{**x, "k": x["k"] * keep})
 
 
-@cheat(usual)
-def dk_of_keys_that_all_see_is_rounded(right, x):
-    """Sums over a group in the storage type."""
-    group = max(x["v"].shape[2], x["q"].shape[2]) // x["k"].shape[2]
-    return right(**hooked(x, ["k"], lambda d: d * (1 + group * 2e-3 * (d.dtype != torch.float32))))
-
-
 # Of attention alone.
 
 @cheat(scores)
@@ -890,7 +883,7 @@ OF_ATTENTION = (
     "odd lengths lose a key", "saved in bf16", "dk in bf16", "gradients of the mean of groups", "dq of last rows from before",
     "head size 64", "head size 128", "as many value heads as key heads", "lengths that are multiples of 128",
     "scale of the first call of a shape", "gradients by finite steps", "o is added in its type",
-    "last column of keys lost where wide", "dk of keys that all see is rounded")
+    "last column of keys lost where wide")
 # Words in names.
 NO_ERASING = ("beta", "small beta", "not returned", "rows of zeros in v")
 NO_GROUPS = ("group",)
@@ -898,7 +891,7 @@ NO_FLAGS = ("norm", "scale ignored")
 # Cheats with an operand's memory or first call, which a model's signature makes anew.
 OWN_MEMORY = ("address", "one buffer", "in place", "writes beside", "scratch", "one result in", "read as dense", "asks who", "by its numbers",
               "state given", "key of 0", "rows of zeros", "as many value heads", "of a shape", "not returned", "without a state out")
-NOT_OF = {"simple_gla": NO_ERASING + NO_GROUPS, "gla": NO_ERASING + NO_GROUPS, "delta_rule": ("gate",) + NO_GROUPS,
+NOT_OF = {**dict.fromkeys(("simple_gla", "gla"), NO_ERASING + NO_GROUPS + NO_FLAGS + ("key of 0",)), "delta_rule": ("gate",) + NO_GROUPS,
           "gdn2": NO_GROUPS, "dplr": (*NO_ERASING, *NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate of 0"),
           "model:gdn2": (*NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "beta"),
           "model:mamba2": (*NO_ERASING, *NO_FLAGS, *OWN_MEMORY, "gate", "scale", "state", "one packed", "more than 16"),

@@ -149,6 +149,9 @@ def test_a_model_under_audit():
     found = softdelta.audit(audit_kernels.of_model("mamba2")[name], op="mamba2", dtypes="bf16", seed=3, isolate=False, output=False,
                             budget_s=600, without=ALMOST_ALL)
     assert found.right and not found.gaps and found.score[1] > 25, str(found)
+    found = softdelta.audit(audit_kernels.of_model("gdn2")[name], op="gdn2", dtypes="f32", seed=3, isolate=False, output=False,
+                            budget_s=600, without=ALMOST_ALL)
+    assert found.right and not found.gaps, str(found)
     found = softdelta.audit(audit_kernels.of_model("gdn2", "no db")["steps"], op="gdn2", dtypes="f32", seed=3, isolate=False,
                             output=False, budget_s=600, without=ALMOST_ALL)
     assert not found.right and any("db" in g for g in found.faults + found.gaps), str(found)

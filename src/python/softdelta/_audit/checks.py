@@ -186,11 +186,11 @@ class Checks:
             yield f"{', '.join(names)} of new numbers at the same addresses are others"
 
     def options(self):
-        """Calls of the same shapes."""
+        """Calls of the same shapes. b of chunk_gdn2 was drawn for one of both norms."""
         call, parameters = clean(self.call), self.run.process.parameters
         named = {"scale": {"scale", "softmax_scale", "sm_scale"}, "use_qk_l2norm_in_kernel": {"use_qk_l2norm_in_kernel"}}
         for name, value in ("scale", 0.6), ("use_qk_l2norm_in_kernel", True):
-            known = name not in call.options if name == "scale" else name in call.options
+            known = name not in call.options if name == "scale" else name in call.options and "b" not in call.tensors
             if not known or parameters is not None and not named[name] & set(parameters):
                 continue
             other = replace(call, options={**call.options, name: value})
