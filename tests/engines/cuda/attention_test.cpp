@@ -199,7 +199,7 @@ TEST_F(CudaAttention, RowsWhoseScoresClimbAreRight) {
 }
 
 void expect_reference_gradients(const AttentionInputs& in, const AttentionOptions& options, const Array& d_o,
-                                bool dbias, const std::string& what) {
+                                bool dbias, const std::string& what, bool saved = false) {
     const auto run = [&](const Execution& execution) {
         std::map<std::string, Array> results;
         const auto result_of = [&results](const char* name, const Tensor& t) {
@@ -211,6 +211,11 @@ void expect_reference_gradients(const AttentionInputs& in, const AttentionOption
         grad.d_o = d_o.view();
         grad.dq = result_of("dq", in.q), grad.dk = result_of("dk", in.k), grad.dv = result_of("dv", in.v);
         if (dbias) grad.dbias = result_of("dbias", in.bias);
+        Array lse(DType::f32, {in.q.shape(0), in.q.shape(2), in.q.shape(1)});
+        if (saved) {
+            grad.o = result_of("o", d_o.view()), grad.lse = lse.view();
+            attention_forward(in, {.o = grad.o, .lse = grad.lse}, options, execution);
+        }
         attention_backward(in, grad, options, execution);
         return results;
     };
@@ -283,7 +288,8 @@ TEST_F(CudaAttention, FarScoresHaveTheirGradient) {
         for (Array* t : {&q, &k, &v, &d_o}) fill_normal(*t, random);
         for (Index i = 0; i < S; ++i) q.set({0, i, 1, 0}, 4096), k.set({0, i, 0, 0}, 8);
         const AttentionInputs in{.q = q.view(), .k = k.view(), .v = v.view()};
-        expect_reference_gradients(in, {}, d_o, false, " of D " + std::to_string(D));
+        for (const bool saved : {false, true})
+            expect_reference_gradients(in, {}, d_o, false, " of D " + std::to_string(D), saved);
     }
 }
 
