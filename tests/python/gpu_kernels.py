@@ -149,6 +149,7 @@ def _masked(loses, query, key, value, attn_mask, is_causal, scale):
     B, H, Lq, D = q.shape
     Lk, DV = v.shape[2:]
     o = q.new_empty(B, H, Lq, DV)
+    attn_mask = None if attn_mask is None else attn_mask.expand(*attn_mask.shape[:2], Lq, Lk)
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     m = attn_mask.contiguous().to(torch.int8) if boolean else q
     a = attn_mask.contiguous() if attn_mask is not None and not boolean else q
