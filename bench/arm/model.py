@@ -88,13 +88,13 @@ def instructions(folder, name, libraries):
 
 
 def print_calls(folder):
-    print("| call | level, core | instructions, 10⁶ | of ggml's |")
-    print("|---|---|---|---|")
+    print("| call | level, core | instructions, 10⁶ | ggml's | ratio |")
+    print("|---|---|---|---|---|")
     for call in ("attention", "delta"):
         for core, level in (("n1", "neon, neoverse-n1"), ("v2", "neon_bf16, neoverse-v2")):
             ours = instructions(folder, f"{core}-softdelta-{call}", r"libsoftdelta")
-            theirs = instructions(folder, f"{core}-ggml-{call}", r"libggml|calls")
-            print(f"| {call} | {level} | {ours / 1e6:.0f} | {ours / theirs:.2f} |")
+            theirs = instructions(folder, f"{core}-ggml-{call}", r"libggml")
+            print(f"| {call} | {level} | {ours / 1e6:.1f} | {theirs / 1e6:.1f} | {ours / theirs:.3f} |")
 
 
 if sys.argv[1] == "loops":
