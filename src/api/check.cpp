@@ -421,8 +421,9 @@ softdelta_stage stage_at(const softdelta_stages& given, std::size_t i) {
 
 void check_stages(core::Execution& e, const softdelta_stages* stages, const engines::Engine* engine) {
     const softdelta_stages given = read_or_default("execution.stages", stages, softdelta_stages_default());
-    if (given.chunk_size != 1 && given.chunk_size != 16 && given.chunk_size != 32 && given.chunk_size != 64)
-        refuse("execution.stages.chunk_size", std::to_string(given.chunk_size), "1, 16, 32 or 64");
+    constexpr std::int64_t known[] = {1, 16, 32, 64, 96, 128};
+    if (std::find(std::begin(known), std::end(known), given.chunk_size) == std::end(known))
+        refuse("execution.stages.chunk_size", std::to_string(given.chunk_size), "1, 16, 32, 64, 96 or 128");
     e.chunk_size = given.chunk_size;
     if (given.count > 0 && (engine == nullptr || engine->check_attention_stages == nullptr))
         refuse("execution.stages.count", std::to_string(given.count), "0: only the stages engines have intermediates");

@@ -63,6 +63,14 @@ Case make_case(const std::string& name, const Tensor& result, const std::vector<
             io::OwnedTensor(result.dtype(), shape)};
 }
 
+// 0: the kernel's.
+int chunk_of(Baseline kind) {
+    return kind == Baseline::by_token        ? 1
+           : kind == Baseline::chunks_of_128 ? 128
+           : kind == Baseline::chunks_of_96  ? 96
+                                             : 0;
+}
+
 void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std::string, io::OwnedTensor>& terms,
                       std::vector<Case>& cases) {
     for (int run = how.first; run <= how.last; ++run) {
@@ -76,9 +84,10 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             execution.engine = "stages_f32";
             execution.threads = how.threads;
             execution.rounding.seed = seed_of(how.kind, run);
-            execution.rounding.shortcuts = how.kind == Baseline::shortcuts || how.kind == Baseline::natural_sums;
-            if (how.kind == Baseline::by_token) execution.stages.chunk_size = 1;
-            if (run == 1 && !forward && how.kind != Baseline::by_token)
+            const int chunk = chunk_of(how.kind);
+            execution.rounding.shortcuts = how.kind != Baseline::plain && how.kind != Baseline::by_token;
+            if (chunk > 0) execution.stages.chunk_size = chunk;
+            if (run == 1 && !forward && chunk == 0)
                 for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }

@@ -43,9 +43,10 @@ struct BaselineErrors {
 };
 
 // How a right kernel computes: with what it needs; with shortcuts that many take, where sums of gates are divided by
-// log 2, or are not (the last digit of a difference of two sums may be exact in one unit alone); by the recurrence in
-// f32, which rounds the state at every token.
-enum class Baseline { plain, shortcuts, natural_sums, by_token };
+// log 2, or are not (the last digit of a difference of two sums may be exact in one unit alone); with these in wide
+// chunks, whose sums are larger: 128 rows hold chunks of any power of two, 96 those of 48; by the recurrence in f32,
+// which rounds the state at every token.
+enum class Baseline { plain, shortcuts, natural_sums, chunks_of_128, chunks_of_96, by_token };
 
 // A truth of a result, the rows that it holds for, and the baseline's errors there.
 struct Yardstick {

@@ -139,6 +139,12 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
             run.kind = kind;
             run_again();
         }
+        run.first = 1, run.last = baseline_runs;
+        for (const Baseline kind : {Baseline::chunks_of_128, Baseline::chunks_of_96}) {
+            if (!any_wrong(evidence) || kinds.size() == 1) break;  // no sums of gates
+            run.kind = kind;
+            run_again();
+        }
     }
     if (!any_wrong(evidence) || !may_go_by_token(plain.call, evidence)) return evidence;
     run.kind = Baseline::by_token, run.first = 1, run.last = baseline_runs;

@@ -178,7 +178,7 @@ TEST(DeltaArguments, AreNamedWithActualAndExpected) {
          "execution.workspace is null, expected memory of its size, 8"},
         {[](DeltaCall& c) { c.execution.threads = -1; }, "execution.threads is -1, expected 0 or more"},
         {[](DeltaCall& c) { c.execution.stages.chunk_size = 48; },
-         "execution.stages.chunk_size is 48, expected 1, 16, 32 or 64"},
+         "execution.stages.chunk_size is 48, expected 1, 16, 32, 64, 96 or 128"},
         {[](DeltaCall& c) { c.execution.bf16_products = static_cast<Bf16Products>(3); },
          "execution.bf16_products is 3, expected 0 to 2"},
         {[](DeltaCall& c) { c.options.head_order = static_cast<HeadOrder>(2); }, "head_order is 2, expected 0 or 1"},

@@ -85,6 +85,14 @@ def test_a_limit_does_not_hang_on_eight_lucky_runs():
     assert not row.wrong and not row.missing, row
 
 
+@pytest.mark.parametrize("op, form, where, seed", [("kda", "chunks of 128", "size 64", 9000034),
+                                                   ("simple_gla", "chunks of 48, exp2", "steep", 9000077)])
+def test_sums_of_gates_over_wide_chunks(op, form, where, seed):
+    """Chunks of 64 rows sum fewer gates than these, and err less."""
+    row = one_class(audit_kernels.kernels(op)[form], op, where, "f32", seed)
+    assert not row.wrong and not row.missing, row
+
+
 @pytest.mark.parametrize("where", ["ordinary", "exact", "packed", "stateless"])
 def test_two_steps_of_a_token(where):
     """A rule whose operands have other names and rows: fla's chunk_dplr_delta_rule."""

@@ -16,7 +16,7 @@ namespace softdelta::test {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr Index chunk_sizes[] = {16, 32, 64};
+constexpr Index chunk_sizes[] = {16, 32, 64, 96, 128};
 
 Execution stages(const std::string& engine, Index chunk_size = 64, std::uint64_t seed = 0) {
     Execution e;
