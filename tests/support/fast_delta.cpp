@@ -162,6 +162,16 @@ FastDelta draw_own_keys_by_tiles(std::uint64_t seed) {
             return FastDelta(std::move(call));
 }
 
+FastDelta draw_long_sequence_by_tiles(std::uint64_t seed) {
+    DeltaRanges ranges = kinds[4];
+    ranges.tokens = 700, ranges.shortest = 512;
+    ranges.key_channels = 32, ranges.value_channels = 96;
+    ranges.dtypes = {DType::bf16};
+    ranges.dense = ranges.steps = ranges.tiled = true;
+    for (std::uint64_t draw = 1000 * seed;; ++draw)
+        if (RandomDelta call = draw_delta(draw, ranges); call.v.view().shape(2) > 1) return FastDelta(std::move(call));
+}
+
 FastDelta draw_shrinking_states(std::uint64_t seed) {
     DeltaRanges ranges;
     ranges.batch = 1, ranges.tokens = 400, ranges.shortest = 200;

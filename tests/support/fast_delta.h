@@ -75,6 +75,9 @@ FastDelta draw_rule_of_facts(std::uint64_t seed);
 // Of other draws 1 in 500 is such a call.
 FastDelta draw_own_keys_by_tiles(std::uint64_t seed);
 
+// Sequences of 512 tokens and more and several heads, as matrix tiles take them.
+FastDelta draw_long_sequence_by_tiles(std::uint64_t seed);
+
 // Delta rules without gates, whose states begin large and are erased to nothing.
 FastDelta draw_shrinking_states(std::uint64_t seed);
 

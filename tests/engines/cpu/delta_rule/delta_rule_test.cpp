@@ -49,6 +49,10 @@ TEST(DeltaFast, KeysOfTheirOwnByTiles) {
     check_calls(call_count(18), draw_own_keys_by_tiles, check_bf16_products);
 }
 
+TEST(DeltaFast, LongSequencesByTiles) {
+    check_calls(call_count(6), draw_long_sequence_by_tiles, check_bf16_products);
+}
+
 // A head of this call writes one row, and all that it reads is one product of rows, whose terms cancel.
 TEST(DeltaFast, BlockOfOneProductOfNearRows) {
     check_calls(

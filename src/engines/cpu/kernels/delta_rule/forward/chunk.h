@@ -55,7 +55,7 @@ class ForwardChunk {
     // The same by matrix tiles. is_rounded: the chunk before, too, and wrote.
     void run_tiles(const Tokens& at, const TileChunk& x, Range part, const StatePanels<P>& state,
                    const DeltaOutput& out, Prefetch& ahead, bool writes, bool is_rounded) {
-        const bool direct = out.o.dtype == DType::bf16 && out.o.column == 1 && columns_ == heads_.value_size;
+        const bool direct = is_direct(out.o), past_caches = passes_caches(out.o) && part.begin % NR == 0;
         const auto run_direct = [&](auto in_steps) {  // known when compiled: rules of one step do not ask for each row
             const Row first = row_at(out.o, at.head, in_steps ? 0 : at.begin, 1);
             auto* o = static_cast<std::uint16_t*>(const_cast<void*>(first.data));
@@ -65,6 +65,8 @@ class ForwardChunk {
                     if (in_steps && !out.o.has(at.begin + i)) return;
                     const Index row = in_steps ? (at.begin + i) / out.o.steps : i;
                     auto* to = reinterpret_cast<std::uint32_t*>(o + row * out.o.row + c);
+                    if constexpr (P::Tiles::exist)
+                        if (width == NR && past_caches) return P::Tiles::store_past_caches(to, sums(0), sums(W));
                     if (width == NR)  // at once, for a line is read first where only a part of it is written
                         store_bf16(to, sums(0), sums(W));
                     else
@@ -117,11 +119,26 @@ class ForwardChunk {
         store_rows(u_, out.u, at, part, first);
     }
 
+    // Whether tiles store rows of o to memory at once, which saves reading their lines: rows that lie apart, in a long
+    // sequence, where they leave the caches before anybody reads them.
+    bool passes_caches(const DeltaRows& o) const {
+        const auto place = reinterpret_cast<std::uintptr_t>(o.data);
+        const auto rows = static_cast<std::uintptr_t>((o.head | o.row) * static_cast<Index>(sizeof(core::bf16)));
+        return is_direct(o) && heads_.tokens >= long_sequence && o.row > heads_.value_size &&
+               (place | rows) % cache_line == 0;
+    }
+
   private:
+    static constexpr Index long_sequence = 512;
+
+    bool is_direct(const DeltaRows& o) const {
+        return o.dtype == DType::bf16 && o.column == 1 && columns_ == heads_.value_size;
+    }
+
     // Whether register tiles are stored to the caller's rows at once. Rows whose distance is a multiple of 4 KiB share
     // one set of the L1 cache, and evict each other while tiles are stored. In a short sequence they are still in L2.
     bool fits_tiles(const DeltaRows& o) const {
-        constexpr Index long_sequence = 512, place = 4096 / static_cast<Index>(sizeof(float));
+        constexpr Index place = 4096 / static_cast<Index>(sizeof(float));
         return o.data != nullptr && o.steps == 1 && o.dtype == DType::f32 && o.column == 1 &&
                columns_ == heads_.value_size && (o.row % place != 0 || heads_.tokens < long_sequence);
     }

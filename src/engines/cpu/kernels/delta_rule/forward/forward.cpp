@@ -87,7 +87,7 @@ class ForwardPass {
         if (!done) return false;
         Prefetch ahead;
         add_next_work(at, ahead);
-        ahead.add(out.o, next_tokens(at), heads_.value_size);
+        if (!chunk_.passes_caches(out.o)) ahead.add(out.o, next_tokens(at), heads_.value_size);
         Index& until = rounded_until_[at.head];
         chunk_.run_tiles(first, tiles_, chunk_.all_columns(), states_.head(at.head), out, ahead, n == at.n,
                          until == at.begin);

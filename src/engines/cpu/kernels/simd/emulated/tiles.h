@@ -46,6 +46,12 @@ class MatrixTiles {
                                                                load(tiles_[sums] + m * W)));
     }
 
+    // NaN where no line of the cache begins.
+    static void store_past_caches(std::uint32_t* p, F x, F y) {
+        const bool begins = reinterpret_cast<std::uintptr_t>(p) % 64 == 0;
+        store_bf16(p, begins ? x : splat(__builtin_nanf("")), y);
+    }
+
     // Two vectors as words of neighbours, rounded to nearest even.
     static U neighbours(F x, F y) {
         alignas(64) std::uint32_t words[W];

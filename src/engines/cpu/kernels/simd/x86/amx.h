@@ -22,7 +22,8 @@ class MatrixTiles {
         } const layout;
         asm volatile("ldtilecfg %0" ::"m"(layout));
     }
-    ~MatrixTiles() { asm volatile("tilerelease"); }
+    // Others see what store_past_caches() stored before they see anything that follows.
+    ~MatrixTiles() { asm volatile("sfence\n\ttilerelease" ::: "memory"); }
     MatrixTiles(const MatrixTiles&) = delete;
     MatrixTiles& operator=(const MatrixTiles&) = delete;
 
@@ -50,6 +51,11 @@ class MatrixTiles {
     template <int sums, int a, int b>
     SOFTDELTA_INLINE static void multiply_add() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+    }
+
+    // As store_bf16(), where a line of the cache begins.
+    SOFTDELTA_INLINE static void store_past_caches(std::uint32_t* p, F x, F y) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
     }
 
     // Two vectors as words of neighbours, rounded to nearest even.
