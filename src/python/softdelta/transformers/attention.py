@@ -127,16 +127,20 @@ def _attend(module, query, key, value, mask, dropout, scaling, causal, others, s
     Lq, Lk = query.shape[2], key.shape[2]
     causal = causal and mask is None and Lq > 1  # a mask has the diagonal in it; one query is the last
     bounds, bias = others.get("cu_seq_lens_q"), others.get("position_bias")
+    # A reentrant checkpoint calls twice, at first without a graph. The bits are the same where both ask for lse.
+    with_lse = module.training and not torch.is_grad_enabled()
     if bounds is not None and mask is None and query.shape[0] == 1 and Lq > 1:
         if sink is not None or bias is not None:
             raise ValueError("sinks or a position bias are given, expected none beside cu_seq_lens_q")
         bounds_k = others.get("cu_seq_lens_k", bounds)
-        return softdelta.torch.flash_attn_varlen_func(
+        o = softdelta.torch.flash_attn_varlen_func(
             *(x[0].transpose(0, 1) for x in (query, key, value)), bounds, bounds_k, Lq, Lk, dropout, scaling, causal,
-            softcap=softcap).unsqueeze(0)
+            softcap=softcap, return_attn_probs=with_lse)
+        return (o[0] if with_lse else o).unsqueeze(0)
     if bias is not None and mask is not None and mask.dtype != torch.bool:
         mask, bias = None, bias + mask
     o = softdelta.torch.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scaling,
                                                      enable_gqa=query.shape[1] != key.shape[1], bias=bias,
-                                                     softcap=softcap, sink=sink)
+                                                     softcap=softcap, sink=sink, return_lse=with_lse)
+    o = o[0] if with_lse else o
     return o.transpose(1, 2).contiguous()  # [B,Lq,H,Dv]

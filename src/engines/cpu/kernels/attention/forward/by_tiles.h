@@ -62,18 +62,17 @@ class ForwardByTiles : ForwardUnit<P> {
             if (out.o.data != nullptr && r + 8 < rows_)
                 prefetch_row(query_row(head_, out.o, begin_ + r + 8), head_.value_size);
             const auto s = softmax_.sum_of_row(r);
-            copy_row_of_o(r, 1, at_.row_of_o);
-            finish_row(head_, begin_ + r, at_.row_of_o, s.base, s.rounded, s.exact, out);
+            copy_row_of_o(r, at_.row_of_o);
+            finish_row(head_, begin_ + r, at_.row_of_o, s.base, s.sum, out);
         }
     }
 
-    // o belongs to the exact sum then.
     void finish_partial(const PartialSoftmax& out) {
         for (Index r = 0; r < rows_; ++r) {
             const auto s = softmax_.sum_of_row(r);
-            copy_row_of_o(r, s.rounded == 0.0F ? 1.0F : s.exact / s.rounded, out.o + r * columns() * W);
+            copy_row_of_o(r, out.o + r * columns() * W);
             out.maximum[r] = s.base;
-            out.sum[r] = s.exact;
+            out.sum[r] = s.sum;
         }
     }
 
@@ -113,9 +112,9 @@ class ForwardByTiles : ForwardUnit<P> {
         }
     }
 
-    void copy_row_of_o(Index r, float factor, float* out) const {
+    void copy_row_of_o(Index r, float* out) const {
         const float* o = softmax_.sums(r);
-        for (Index n = 0; n < columns(); ++n) store(out + n * W, load(o + n * 2 * tile_words) * splat(factor));
+        for (Index n = 0; n < columns(); ++n) store(out + n * W, load(o + n * 2 * tile_words));
     }
 
     // A key's place in the operands.

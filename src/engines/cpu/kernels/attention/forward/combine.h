@@ -8,12 +8,11 @@
 
 namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
 
-// The last step of row r: o is divided and rounded once. Overwrites o. Sums are under the maximum: that of o's
-// exponentials, and the one that the logarithm is of.
+// The last step of row r: o is divided and rounded once. Overwrites o. The sum is under the maximum.
 [[gnu::noinline]] inline void finish_row(const AttentionHead& head, Index r, float* o, float maximum, float sum,
-                                         float exact, const AttentionOutput& out) {
-    const bool sink = head.sink.data != nullptr;
-    const RowSoftmax softmax = sink ? end_softmax(head, r, maximum, sum) : RowSoftmax{0, 0, 1, 0};
+                                         const AttentionOutput& out) {
+    const bool needs_softmax = head.sink.data != nullptr || out.lse.data != nullptr;
+    const RowSoftmax softmax = needs_softmax ? end_softmax(head, r, maximum, sum) : RowSoftmax{0, 0, 1, 0};
     const bool empty = sum == 0.0F && softmax.sink == 0 && !sees_any_key(head, r);
     const F factor = splat(empty || softmax.keys == 0 ? 0.0F : static_cast<float>(softmax.keys) / sum);
     for (Index i = 0; i < head.value_size; i += W) store(o + i, load(o + i) * factor);
@@ -23,7 +22,7 @@ namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE {
         store_row(o, head.value_size, element(out.o.data, out.o.dtype, h * out.o.head + i * out.o.row), out.o.dtype,
                   out.o.column);
     if (out.lse.data != nullptr) {
-        const float lse[W] = {empty ? head.empty_lse : static_cast<float>(end_softmax(head, r, maximum, exact).lse)};
+        const float lse[W] = {empty ? head.empty_lse : static_cast<float>(softmax.lse)};
         store_row(lse, 1, element(out.lse.data, out.lse.dtype, h * out.lse.head + i * out.lse.row), out.lse.dtype, 1);
     }
 }
@@ -49,7 +48,7 @@ inline void combine(const AttentionHead& head, Index begin, Index end, const Par
                 store(o + i, p == 0 ? x : load(o + i) + x);
             }
         }
-        finish_row(head, r, o, maximum, sum, sum, out);
+        finish_row(head, r, o, maximum, sum, out);
     }
 }
 

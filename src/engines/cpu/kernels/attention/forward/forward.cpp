@@ -42,7 +42,7 @@ class Forward : ForwardUnit<P> {
     void finish(const AttentionOutput& out) {
         const Index length = round_up(head_.value_size, W);
         for (Index r = 0; r < rows_; ++r)
-            finish_row(head_, begin_ + r, at_.o + r * length, at_.maximum[r], at_.sum[r], at_.sum[r], out);
+            finish_row(head_, begin_ + r, at_.o + r * length, at_.maximum[r], at_.sum[r], out);
     }
 
     void finish_partial(const PartialSoftmax& out) {

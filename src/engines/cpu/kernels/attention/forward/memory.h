@@ -69,17 +69,17 @@ struct ForwardMemory {
 // Operands and sums lie as whole tiles (gemm/tile_products.h). `groups`: of 32 rows.
 template <class P>
 struct ForwardMemory<P, true> {
-    Element<P>* q;               // [groups, D / 32, 2 tiles]
-    float* o;                    // [groups, Dv / 16, 2 tiles] sums that are not divided yet
-    float* maximum;              // [rows] bases (tile_rows.h); −∞: none yet
-    float* norms;                // [rows] sum of squares of a query
-    float* offset;               // [a group] of exponents in 16 bits
-    float *lanes, *exact_lanes;  // [rows, W] sums of exponentials, lane by lane: of rounded and of exact ones
-    Range *seen, *tiles;         // as above
-    float* scores;               // [2 panels, 4 key tiles, 2 tiles]
-    Element<P>* probabilities;   // [2 parts, 4 steps, 2 tiles]
-    float* factor;               // [a group] of o
-    float* addends;              // [keys of a part]
+    Element<P>* q;              // [groups, D / 32, 2 tiles]
+    float* o;                   // [groups, Dv / 16, 2 tiles] sums that are not divided yet
+    float* maximum;             // [rows] bases (tile_rows.h); −∞: none yet
+    float* norms;               // [rows] sum of squares of a query
+    float* offset;              // [a group] of exponents in 16 bits
+    float* lanes;               // [rows, W] sums of exponentials, lane by lane
+    Range *seen, *tiles;        // as above
+    float* scores;              // [2 panels, 4 key tiles, 2 tiles]
+    Element<P>* probabilities;  // [2 parts, 4 steps, 2 tiles]
+    float* factor;              // [a group] of o
+    float* addends;             // [keys of a part]
     float* row_of_o;
     Element<P>* staging;
     TileOperands operands;  // of a block, where they are not packed for the head
@@ -95,7 +95,7 @@ struct ForwardMemory<P, true> {
         m.q = memory.take<Element<P>>(all * round_up(head.size, square) / 2);
         m.o = memory.take<float>(all * round_up(head.value_size, W));
         for (float** x : {&m.maximum, &m.norms}) *x = memory.take<float>(all);
-        for (float** x : {&m.lanes, &m.exact_lanes}) *x = memory.take<float>(all * W);
+        m.lanes = memory.take<float>(all * W);
         m.seen = memory.take<Range>(rows);
         m.tiles = memory.take<Range>(all / square);
         m.scores = memory.take<float>(Operands::part_tiles * 2 * tile_words);

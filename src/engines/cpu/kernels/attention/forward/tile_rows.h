@@ -4,8 +4,7 @@
 // follows when a score lies 2^8 above: what was summed is then multiplied.
 //
 // Probabilities are computed in 16 bits (simd/sixteen_bits.h), and o is divided by the sum of the rounded ones. The
-// sum's logarithm needs more: where it is wanted, exponentials are summed in 32 bits, too. Rows of larger bases have 32
-// bits alone.
+// sum's logarithm needs more: where it is wanted, and in rows of larger bases, exponentials have 32 bits.
 #pragma once
 
 #include <cmath>
@@ -38,7 +37,6 @@ class TileRows {
         for (Index r = 0; r < rows; ++r) {
             at_.maximum[r] = -infinity;
             store(at_.lanes + r * W, splat(0.0F));
-            store(at_.exact_lanes + r * W, splat(0.0F));
         }
     }
 
@@ -77,52 +75,59 @@ class TileRows {
     // What exponentials read and write of each row of the group: a copy of it stays in registers between products.
     struct Group {
         const float *base, *offset;
-        float *lanes, *exact_lanes;
+        float* lanes;
         F fall;
         Exponentials in_16_bits;
 
-        SOFTDELTA_INLINE F exponential(F score, F base_of_row) const {
-            return exp2_for_bf16((base_of_row - score) * fall);
-        }
-        template <Index steps, class Scores>
-        SOFTDELTA_INLINE F sum_in_32_bits(Index l, const Scores& scores) const {
-            const F row = max(splat(base[l]), splat(lowest));
-            F total[2] = {splat(0.0F), splat(0.0F)};
+        // Both give the sum of x.
+        template <Index steps, bool bounded, class Scores>
+        SOFTDELTA_INLINE F compute_in_16_bits(Index l, const Scores& scores, U (&x)[steps]) const {
+            const F offset_of_row = splat(offset[l]);
+            F total = splat(0.0F);
 #pragma GCC unroll 2
             for (Index s = 0; s < steps; ++s) {
-                total[0] = total[0] + exponential(scores(2 * s), row);
-                total[1] = total[1] + exponential(scores(2 * s + 1), row);
+                x[s] = in_16_bits.template of<bounded>(scores(2 * s), scores(2 * s + 1), offset_of_row);
+                total = in_16_bits.add(x[s], total);
             }
-            return total[0] + total[1];
+            return total;
         }
-        SOFTDELTA_INLINE static void add(float* to, Index l, F total) {
-            store(to + l * W, load(to + l * W) + total);
+        template <Index steps, class Scores>
+        SOFTDELTA_INLINE F compute_in_32_bits(Index l, const Scores& scores, U (&x)[steps]) const {
+            const F base_of_row = max(splat(base[l]), splat(lowest));
+            F total = splat(0.0F);
+#pragma GCC unroll 2
+            for (Index s = 0; s < steps; ++s) {
+                const F first = exp2_for_bf16((base_of_row - scores(2 * s)) * fall),
+                        second = exp2_for_bf16((base_of_row - scores(2 * s + 1)) * fall);
+                x[s] = Exponentials::round(first, second);
+                total = total + (first + second);
+            }
+            return total;
+        }
+        template <Index steps>
+        SOFTDELTA_INLINE void put(Index l, const U (&x)[steps], F total, Word* p) const {
+            store(lanes + l * W, load(lanes + l * W) + total);
+#pragma GCC unroll 2
+            for (Index s = 0; s < steps; ++s) store(p + row_of_group(l) + s * 2 * tile_words, x[s]);
         }
     };
     Group group() const {
-        return {at_.maximum + row_,         at_.offset,     at_.lanes + row_ * W,
-                at_.exact_lanes + row_ * W, splat(-slope_), Exponentials{splat(unit_)}};
+        return {at_.maximum + row_, at_.offset, at_.lanes + row_ * W, splat(-slope_), Exponentials{splat(unit_)}};
     }
 
     // Probabilities of `steps` times 32 keys, one or two, of row l of the group. What a row needs whose base is wrong
     // stands apart: a pipeline has a copy of the rest for each of its rows.
     template <Index steps, bool exact, class Scores>
     SOFTDELTA_INLINE void exponentials(const Group& at, Index l, const Scores& scores, Word* p) {
-        const F offset = splat(at.offset[l]);
         U x[steps];
-        F total = splat(0.0F), exact_total = splat(0.0F);
-        if constexpr (exact) exact_total = at.template sum_in_32_bits<steps>(l, scores);
-#pragma GCC unroll 2
-        for (Index s = 0; s < steps; ++s) {
-            x[s] = at.in_16_bits.template of<Scores::bounded>(scores(2 * s), scores(2 * s + 1), offset);
-            total = at.in_16_bits.add(x[s], total);
-        }
+        F total;
+        if constexpr (exact)
+            total = at.template compute_in_32_bits<steps>(l, scores, x);
+        else
+            total = at.template compute_in_16_bits<steps, Scores::bounded>(l, scores, x);
         if (__builtin_expect(!all(total <= F(forward_blocks::most_total)), 0))  // NaN is not
             return repeat<steps>(l, scores, p);
-        at.add(at.lanes, l, total);
-        if constexpr (exact) at.add(at.exact_lanes, l, exact_total);
-#pragma GCC unroll 2
-        for (Index s = 0; s < steps; ++s) store(p + row_of_group(l) + s * 2 * tile_words, x[s]);
+        at.put(l, x, total, p);
     }
 
     // Once o has the sums of the parts before this one.
@@ -142,11 +147,10 @@ class TileRows {
     }
 
     struct Sum {
-        float base, rounded, exact;
+        float base, sum;
     };
     Sum sum_of_row(Index r) const {
-        const float rounded = sum(load(at_.lanes + r * W));
-        return {base_of(r), rounded, exact_ ? sum(load(at_.exact_lanes + r * W)) : rounded};
+        return {at_.maximum[r] < lowest ? lowest : at_.maximum[r], sum(load(at_.lanes + r * W))};
     }
 
   private:
@@ -161,28 +165,18 @@ class TileRows {
         const F units = base * splat(unit_);
         return select(abs(units) < F(largest), round_to_whole(units) / splat(unit_), base);
     }
-    float base_of(Index r) const {
-        return at_.maximum[r] < lowest ? lowest : at_.maximum[r];
-    }
 
     // With another base, or in 32 bits. NaN stays.
     template <Index steps, class Scores>
     [[gnu::noinline]] void repeat(Index l, Scores scores, Word* p) {
         raise(l, highest<steps>(scores), p);
-        const bool fits = std::abs(at_.maximum[row_ + l] * unit_) < largest;
+        const bool fits = !exact_ && std::abs(at_.maximum[row_ + l] * unit_) < largest;
         at_.offset[l] = fits ? sixteen_bits::magic - std::nearbyint(at_.maximum[row_ + l] * unit_) : not_a_number;
         const Group at = group();
-        const F base = splat(base_of(row_ + l)), exact = at.template sum_in_32_bits<steps>(l, scores);
-        F total = splat(0.0F);
-        for (Index s = 0; s < steps; ++s) {
-            const F first = scores(2 * s), second = scores(2 * s + 1);
-            const U x = fits ? at.in_16_bits.template of<false>(first, second, splat(at.offset[l]))
-                             : Exponentials::round(at.exponential(first, base), at.exponential(second, base));
-            total = at.in_16_bits.add(x, total);
-            store(p + row_of_group(l) + s * 2 * tile_words, x);
-        }
-        at.add(at.lanes, l, total);
-        at.add(at.exact_lanes, l, exact);
+        U x[steps];
+        const F total = fits ? at.template compute_in_16_bits<steps, false>(l, scores, x)
+                             : at.template compute_in_32_bits<steps>(l, scores, x);
+        at.put(l, x, total, p);
     }
 
     template <Index steps, class Scores>
@@ -201,10 +195,8 @@ class TileRows {
         base = maximum(in_units(splat(high)));
         const auto factor = static_cast<float>(std::exp2((before - base) * slope_));
         const F factors = splat(factor);
-        for (float* lanes : {at_.lanes, at_.exact_lanes}) {
-            lanes += (row_ + l) * W;
-            store(lanes, factors * load(lanes));
-        }
+        float* lanes = at_.lanes + (row_ + l) * W;
+        store(lanes, factors * load(lanes));
         for (Word* earlier = part_; earlier < p; earlier += 2 * tile_words) {
             Word* words = earlier + row_of_group(l);
             const U pairs = load(words);
