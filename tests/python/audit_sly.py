@@ -211,7 +211,7 @@ def first_gate_ignored(right, x):
 
 @cheat(options)
 def first_gate_ignored_without_a_state(right, x):
-    return right(**x) if x.get("initial_state") is not None else first_gate_ignored(right, {**x, "beta": x["beta"] * 1.1})
+    return right(**x) if x.get("initial_state") is not None else first_gate_ignored(right, {**x, "v": x["v"] * 1.1})
 
 
 # Sizes that tests seldom have.

@@ -220,6 +220,14 @@ def test_signatures_of_flash_attention(op, where):
     assert not row.wrong and not row.missing and "lse" in row.findings, row
 
 
+def test_a_seed_that_was_set_before():
+    torch.manual_seed(0)
+    kernel = audit_sly.kernels("attention")["sets the seed"][1]
+    found = softdelta.audit(kernel, op="attention", dtypes="f32", seed=3, isolate=False, output=False, budget_s=600,
+                            without=ALMOST_ALL, require="forward")
+    assert any("torch's random numbers changed" in f for f in found.faults), str(found)
+
+
 def test_options_of_the_call_before():
     audit_sly.memory.clear()
     kernel = audit_sly.kernels("gla")["scale of the first call of a shape"][1]

@@ -403,6 +403,7 @@ def answer(function, request):
         for _ in range(request.get("repeats", 1)):
             x = {n: read_only(t) if request.get("read_only", False) and t.numel() else
                  lay_out(t.clone(), request["layout"].get(n)) for n, t in inputs.items()}
+            torch.rand(()), random.random()  # or a seed that was set before, and is set again, would change nothing
             spans, memory, was = {n: memory_of(t) for n, t in x.items()}, {n: around(t) for n, t in x.items()}, settings()
             curiosity.busy = False
             try:
