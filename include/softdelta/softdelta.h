@@ -126,7 +126,7 @@ static inline softdelta_stage softdelta_stage_default(void) {
 /* What the stages engines are told besides. */
 typedef struct softdelta_stages {
     size_t size;                   /* of this structure */
-    int64_t chunk_size;            /* rows of a chunk or tile: 1, 16, 32, 64 (default) */
+    int64_t chunk_size;            /* rows of a chunk or tile: 1, 16, 32, 64 (default), 96, 128 */
     const softdelta_stage* wanted; /* the intermediates wanted: an array of structures of the same size */
     size_t count;                  /* how many */
 } softdelta_stages;

@@ -32,7 +32,7 @@ struct Execution {
     Bf16Products bf16_products = Bf16Products::automatic;  // fast
     void* workspace = nullptr;                             // fast: memory of the caller instead of allocation
     std::size_t workspace_size = 0;                        // bytes
-    Index chunk_size = 64;                                 // stages: rows of a chunk or tile, 1, 16, 32, 64
+    Index chunk_size = 64;                                 // stages: rows of a chunk or tile, 1, 16, 32, 64, 96, 128
     std::uint64_t rounding_seed = 0;  // stages_f32: not 0 rounds operands and stored tensors stochastically
     bool shortcuts = false;           // stages_f32: errs as kernels do that save work (softdelta/judge.h)
     bool float_scores = false;        // reference: attention's scores are rounded to f32
