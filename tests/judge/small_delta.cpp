@@ -184,7 +184,7 @@ Gate SmallDelta::gate(Index b, Index t, Index h, Index channel) const {
     const double a = is(M::A_log_without_exp) ? A_log : std::exp(A_log);
     if (std::isnan(bound)) return {-a * softplus(raw), -a * sigmoid(raw), -a * softplus(raw)};
     const double slope = bound * sigmoid(a * raw) * sigmoid(-a * raw) * a;
-    return {bound * sigmoid(a * raw), slope, slope * raw};
+    return {bound * sigmoid(a * raw), slope, slope == 0 ? 0 : slope * raw};  // raw is −∞ where a step has no gate
 }
 
 float SmallDelta::beta(Index b, Index t, Index h) const {
