@@ -344,11 +344,6 @@ struct KeyConsumer {
     }
 };
 
-// Far rows where nothing is added to scores are seldom: kernels of planes take them without another launch.
-__host__ __device__ inline bool left_to_planes(Between between, const Gradients& grad) {
-    return between == Between::nothing && !grad.ds;
-}
-
 template <class T, int columns, Between between, Of made, bool keeps, bool far>
 __global__ void __launch_bounds__(block_threads, 1)
     warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
@@ -363,11 +358,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         if (!at) return grad.redo_keys.clear(at, call.heads / call.group, key_head);
         // Whether a row of the key head's queries is far says which of two kernels takes it.
         const int number = (sequences.first + at.i) * (call.heads / call.group) + key_head;
-        if (between != Between::cap && (grad.redo_keys.any[number] != 0) != far) {
-            if (left_to_planes(between, grad) && threadIdx.x == 0)
-                grad.redo_keys.mark(at, call.heads / call.group, key_head, true);
-            return;
-        }
+        if (between != Between::cap && (grad.redo_keys.any[number] != 0) != far) return;
         take_own_boxes(boxes.given, sequences, at.i);
         Block block{{ptx::shared_address(ptx::shared_memory())},
                     call,
@@ -443,10 +434,10 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
 void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
                              cudaStream_t stream) {
     with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        const Between added = call.softcap != 0 ? Between::cap : between_of(call, grad.ds.is_dbias);
-        with_between(added, [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
-        if (added != Between::cap && !left_to_planes(added, grad))
-            launch_for<T, columns, Between::added, true>(call, sequences, grad, stream);
+        const bool capped = call.softcap != 0;
+        with_between(capped ? Between::cap : between_of(call, grad.ds.is_dbias),
+                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
+        if (!capped) launch_for<T, columns, Between::added, true>(call, sequences, grad, stream);
     });
 }
 
