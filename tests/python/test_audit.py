@@ -280,7 +280,9 @@ def test_a_shared_library(tmp_path):
 @pytest.mark.parametrize("op", ["dplr", "attention"])
 def test_a_library_with_all_operations(op, tmp_path):
     """softdelta's own, whose tokens may have several steps."""
-    library = next(Path(softdelta.__file__).parent.glob("libsoftdelta.so*"))
+    library = Path(__file__).parents[2] / "build/src/libsoftdelta.so"
+    if not library.exists():
+        pytest.skip("scripts/test has not built the library")
     (tmp_path / "kernels.so").symlink_to(library.resolve())
     found = softdelta.audit(str(tmp_path / "kernels.so"), op=op, dtypes="f32", seed=4, output=False, budget_s=600, without=ALMOST_ALL)
     assert found.right and found.score[1] > 10, str(found)
