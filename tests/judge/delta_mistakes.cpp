@@ -1,3 +1,5 @@
+#include <string>
+
 #include "judge/mistakes.h"
 #include "judge/small_delta.h"
 
@@ -70,7 +72,7 @@ io::MakeOptions growing_rate() {
     return o;
 }
 
-Mistake mistake(const char* name, DeltaMistake m, const char* entry, const char* result,
+Mistake mistake(const std::string& name, DeltaMistake m, const char* entry, const char* result,
                 const io::MakeOptions& inputs) {
     return {name,
             entry,
@@ -86,7 +88,7 @@ Mistake mistake(const char* name, DeltaMistake m, const char* entry, const char*
 std::vector<Mistake> delta_mistakes() {
     const io::MakeOptions delta = inputs("delta_rule"), gdn = inputs("gated_delta_rule"), kda = inputs("kda"),
                           comba = inputs("comba"), gla = inputs("simple_gla");
-    return {
+    std::vector<Mistake> mistakes = {
         mistake("score without its diagonal", M::score_without_diagonal, "score_without_diagonal", "o", gdn),
         mistake("score without its diagonal, no erasing", M::score_without_diagonal, "score_without_diagonal", "o",
                 gla),
@@ -205,55 +207,33 @@ std::vector<Mistake> delta_mistakes() {
         mistake("dbeta without key path, gdn2", M::dbeta_without_key_path, "dbeta_without_key_path", "dbeta",
                 inputs("gdn2")),
         mistake("dstate without erase, gdn2", M::dstate_without_erase, "dstate_without_erase", "dk", inputs("gdn2")),
-
-        mistake("score without diagonal, steps of gated_delta_product", M::score_without_diagonal,
-                "score_without_diagonal", "o", in_steps("gated_delta_product")),
-        mistake("L with its diagonal, steps of gated_delta_product", M::erase_with_diagonal, "erase_with_diagonal", "o",
-                in_steps("gated_delta_product")),
-        mistake("inverse of first order, steps of gated_delta_product", M::inverse_first_order, "inverse_first_order",
-                "o", in_steps("gated_delta_product")),
-        mistake("v_new without w S, steps of gated_delta_product", M::v_new_ignores_state, "v_new_ignores_state", "o",
-                in_steps("gated_delta_product")),
-        mistake("u without beta, steps of gated_delta_product", M::u_without_beta, "u_without_beta", "o",
-                in_steps("gated_delta_product")),
-        mistake("state not decayed, steps of gated_delta_product", M::state_not_decayed, "state_not_decayed", "o",
-                in_steps("gated_delta_product")),
-        mistake("tail rows lost, steps of gated_delta_product", M::tail_rows_lost, "tail_rows_lost", "o",
-                in_steps("gated_delta_product")),
-        mistake("dL not transposed, steps of gated_delta_product", M::dL_not_transposed, "dL_not_transposed", "dk",
-                in_steps("gated_delta_product")),
-        mistake("dA without dw, steps of gated_delta_product", M::dA_without_w, "dA_without_w", "dbeta",
-                in_steps("gated_delta_product")),
-        mistake("dk without erase scores, steps of gated_delta_product", M::dk_without_erase_scores,
-                "dk_without_erase_scores", "dk", in_steps("gated_delta_product")),
-        mistake("dg without erase path, steps of gated_delta_product", M::dg_without_erase_path,
-                "dg_without_erase_path", "dg", in_steps("gated_delta_product")),
-        mistake("dbeta without value path, steps of gated_delta_product", M::dbeta_without_value_path,
-                "dbeta_without_value_path", "dbeta", in_steps("gated_delta_product")),
-        mistake("gradient of the state without erasing, steps of gated_delta_product", M::dstate_without_erase,
-                "dstate_without_erase", "dk", in_steps("gated_delta_product")),
-        mistake("score without diagonal, steps of dplr", M::score_without_diagonal, "score_without_diagonal", "o",
-                in_steps("dplr")),
-        mistake("L with its diagonal, steps of dplr", M::erase_with_diagonal, "erase_with_diagonal", "o",
-                in_steps("dplr")),
-        mistake("inverse of first order, steps of dplr", M::inverse_first_order, "inverse_first_order", "o",
-                in_steps("dplr")),
-        mistake("v_new without w S, steps of dplr", M::v_new_ignores_state, "v_new_ignores_state", "o",
-                in_steps("dplr")),
-        mistake("u without beta, steps of dplr", M::u_without_beta, "u_without_beta", "o", in_steps("dplr")),
-        mistake("state not decayed, steps of dplr", M::state_not_decayed, "state_not_decayed", "o", in_steps("dplr")),
-        mistake("tail rows lost, steps of dplr", M::tail_rows_lost, "tail_rows_lost", "o", in_steps("dplr")),
-        mistake("dL not transposed, steps of dplr", M::dL_not_transposed, "dL_not_transposed", "dp", in_steps("dplr")),
-        mistake("dA without dw, steps of dplr", M::dA_without_w, "dA_without_w", "dbeta", in_steps("dplr")),
-        mistake("dk without erase scores, steps of dplr", M::dk_without_erase_scores, "dk_without_erase_scores", "dk",
-                in_steps("dplr")),
-        mistake("dg without erase path, steps of dplr", M::dg_without_erase_path, "dg_without_erase_path", "dg",
-                in_steps("dplr")),
-        mistake("dbeta without value path, steps of dplr", M::dbeta_without_value_path, "dbeta_without_value_path",
-                "dbeta", in_steps("dplr")),
-        mistake("gradient of the state without erasing, steps of dplr", M::dstate_without_erase, "dstate_without_erase",
-                "dk", in_steps("dplr")),
     };
+    for (const std::string op : {"gated_delta_product", "dplr"}) {
+        const io::MakeOptions steps = in_steps(op.c_str());
+        const std::string of = ", steps of " + op;
+        mistakes.insert(
+            mistakes.end(),
+            {
+                mistake("score without diagonal" + of, M::score_without_diagonal, "score_without_diagonal", "o", steps),
+                mistake("L with its diagonal" + of, M::erase_with_diagonal, "erase_with_diagonal", "o", steps),
+                mistake("inverse of first order" + of, M::inverse_first_order, "inverse_first_order", "o", steps),
+                mistake("v_new without w S" + of, M::v_new_ignores_state, "v_new_ignores_state", "o", steps),
+                mistake("u without beta" + of, M::u_without_beta, "u_without_beta", "o", steps),
+                mistake("state not decayed" + of, M::state_not_decayed, "state_not_decayed", "o", steps),
+                mistake("tail rows lost" + of, M::tail_rows_lost, "tail_rows_lost", "o", steps),
+                mistake("dL not transposed" + of, M::dL_not_transposed, "dL_not_transposed", op == "dplr" ? "dp" : "dk",
+                        steps),
+                mistake("dA without dw" + of, M::dA_without_w, "dA_without_w", "dbeta", steps),
+                mistake("dk without erase scores" + of, M::dk_without_erase_scores, "dk_without_erase_scores", "dk",
+                        steps),
+                mistake("dg without erase path" + of, M::dg_without_erase_path, "dg_without_erase_path", "dg", steps),
+                mistake("dbeta without value path" + of, M::dbeta_without_value_path, "dbeta_without_value_path",
+                        "dbeta", steps),
+                mistake("gradient of the state without erasing" + of, M::dstate_without_erase, "dstate_without_erase",
+                        "dk", steps),
+            });
+    }
+    return mistakes;
 }
 
 }  // namespace softdelta::test

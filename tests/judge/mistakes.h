@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <ostream>
+#include <string>
 #include <vector>
 
 #include "io/call/make_case.h"
@@ -11,7 +12,7 @@
 namespace softdelta::test {
 
 struct Mistake {
-    const char* name;
+    std::string name;
     const char* entry;   // its name in the catalogue of `softdelta diagnose`
     const char* result;  // one that it spoils
     io::MakeOptions inputs;
