@@ -249,6 +249,19 @@ FastAttention draw_step_attention(std::uint64_t seed) {
     return FastAttention(std::move(call));
 }
 
+FastAttention draw_wide_attention(std::uint64_t seed) {
+    const bool many = seed % 8 == 3;
+    AttentionRanges ranges{.batch = 2, .queries = 90, .keys = 300, .key_heads = 2, .group = 5, .channels = 576};
+    if (many) ranges.batch = ranges.key_heads = ranges.group = 1, ranges.queries = ranges.keys = 1200;
+    ranges.shortest = many ? 1030 : 1;
+    ranges.dtypes = {seed % 3 == 1 ? DType::f16 : DType::bf16};
+    ranges.units = ranges.pages = ranges.repeats = ranges.extremes = true;
+    ranges.plain = seed % 2 == 1;
+    RandomAttention call = draw_attention(seed, ranges);
+    if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+    return FastAttention(std::move(call));
+}
+
 std::vector<double> values(const io::OwnedTensor& t) {
     std::vector<double> all(static_cast<std::size_t>(t.count()));
     core::load_row(io::core_view(t.view()), 0, static_cast<int>(t.shape().size()) - 1, t.count(), all.data());

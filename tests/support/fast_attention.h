@@ -64,6 +64,8 @@ FastAttention draw_padded_attention(std::uint64_t seed);
 
 // The same with few queries over many keys, up to 576 channels.
 FastAttention draw_step_attention(std::uint64_t seed);
+// Up to 576 channels, and any number of queries: at times more than a kernel of few queries takes in a turn.
+FastAttention draw_wide_attention(std::uint64_t seed);
 // One query and key head over so many keys that they are cut into as many ranges as there may be.
 FastAttention draw_long_step_attention(std::uint64_t seed);
 

@@ -30,6 +30,11 @@ bool is_refused(const FastAttention& call, bool gradients) {
     return in.q.shape(3) > most || in.v.shape(3) > most || in.k_scale || in.v_scale || (gradients && in.block_table);
 }
 
+// Calls that take long where there is no GPU: three of the six that are drawn there.
+std::int64_t half_of(std::int64_t calls) {
+    return (calls + 1) / 2;
+}
+
 using DrawCall = FastAttention (*)(std::uint64_t seed);
 
 void expect_right_forward(DrawCall draw, bool all = false, std::int64_t calls = call_count(300)) {
@@ -79,6 +84,9 @@ TEST_F(CudaAttention, ForwardOfUnitsIsRight) {
 TEST_F(CudaAttention, ForwardOfFewQueriesIsRight) {
     expect_right_forward(draw_step_attention, true);
 }
+TEST_F(CudaAttention, ForwardOfManyChannelsIsRight) {
+    expect_right_forward(draw_wide_attention, true, half_of(call_count(100)));
+}
 TEST_F(CudaAttention, ForwardOverManyRangesIsRight) {
     expect_right_forward(draw_long_step_attention, true, 1);
 }
@@ -86,10 +94,6 @@ TEST_F(CudaAttention, BackwardOfUnitsIsRight) {
     expect_right_backward(draw_unit_attention);
 }
 
-// Calls that take long where there is no GPU: three of the six that are drawn there.
-std::int64_t half_of(std::int64_t calls) {
-    return (calls + 1) / 2;
-}
 TEST_F(CudaAttention, ForwardOfPackedSequencesIsRight) {
     expect_right_forward(draw_packed_attention, true, half_of(call_count(60)));
 }

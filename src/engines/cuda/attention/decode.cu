@@ -1,5 +1,6 @@
-// Few queries over many keys (decode): a block has 16 rows, queries and query heads of a key head, and a range of the
-// keys. Its warps take 16 keys at a time, each with stages of its own in shared memory, and wait for nobody.
+// Few queries over many keys (decode), or any number of them with more than 256 channels (absorbed MLA): a block has 16
+// rows, queries and query heads of a key head, and a range of the keys. Its warps take 16 keys at a time, each with
+// stages of its own in shared memory, and wait for nobody.
 //
 //     warp 0   keys 0…15    64…79   …         top, sum, o of its keys
 //     warp 1   keys 16…31   80…95   …
@@ -44,14 +45,15 @@ class Decode {
           s_(sequences[static_cast<int>(blockIdx.z)]),
           sequence_(sequences.first + static_cast<int>(blockIdx.z)) {
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
-        const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
+        const int tiles = (parts.queries * call.group + block_rows - 1) / block_rows;
         first_channel_ = static_cast<int>(blockIdx.x) % slices * value_columns;
-        first_row_ = static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
+        first_row_ = parts.first * call.group + static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
         key_head_ = static_cast<int>(blockIdx.x) / slices / tiles;
         value_channels_ = min(call.value_channels - first_channel_, value_columns);
     }
 
     __device__ void run() {
+        if (first_row_ >= rows()) return;
         load_queries();
         const Range keys = keys_of_split();
         const AttentionSequence s = s_;  // what functions out of line point to is not in registers
@@ -73,7 +75,9 @@ class Decode {
     }
 
   private:
-    __device__ int rows() const { return static_cast<int>(call_.queries) * call_.group; }
+    __device__ int rows() const {
+        return min(parts_.first + parts_.queries, static_cast<int>(call_.queries)) * call_.group;
+    }
     __device__ int query_of(int row) const { return row / call_.group; }
     __device__ int head_of(int row) const { return key_head_ * call_.group + row % call_.group; }
     __device__ KeyTile queries() const { return {base_}; }
@@ -251,7 +255,8 @@ __global__ void __launch_bounds__(32 * combine_warps)
                    float weight_scale) {
     const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
     const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
-    const int i = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
+    const int i = parts.first + static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
+    if (i >= call.queries) return;
     const int warp = thread / 32, lane = thread % 32;
     auto* const of_warps = reinterpret_cast<float4*>(ptx::shared_memory());         // [combine_warps, 32]
     auto* const factors = reinterpret_cast<float*>(of_warps + 32 * combine_warps);  // [most_splits]
@@ -302,18 +307,20 @@ __global__ void __launch_bounds__(32 * combine_warps)
             store(out.o, s.batch * out.o.stride[0] + i * out.o.stride[1] + head * out.o.stride[2] + c * out.o.stride[3],
                   end.scale == 0 ? 0.0F : all * scale);
     }
-    if (nonfinite) *out.redo.at({0, sequence, 0, 0}, call.heads, head) = 1;
+    if (nonfinite) *out.redo.at({0, sequence, i / tile_rows, 0}, call.heads, head) = 1;
 }
 
 }  // namespace
 
 bool takes_decode(const AttentionCall& call, bool packed) {
-    constexpr Index most_queries = 16, most_rows = 128;
+    constexpr Index most_queries = 16, most_rows = 128, longest = Index(1) << 30;
     const DType type = call.q.dtype;
+    const bool few = call.queries <= most_queries && call.queries * call.group <= most_rows;
+    const bool wide = std::max(call.channels, call.value_channels) > most_tile_channels;
     return !packed && (type == DType::bf16 || type == DType::f16) && has_units(call.q, call.channels, type) &&
-           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
-           call.queries <= most_queries && call.queries * call.group <= most_rows &&
-           call.channels <= most_forward_channels && call.value_channels <= most_forward_channels;
+           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) && (few || wide) &&
+           call.queries * call.group <= longest && call.channels <= most_forward_channels &&
+           call.value_channels <= most_forward_channels;
 }
 
 DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts) {
@@ -326,16 +333,22 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
     const Index wanted = all <= few_tiles ? one_turn / all : blocks_of(some_turns, all);
     p.splits =
         static_cast<int>(std::clamp<Index>(wanted, 1, std::clamp<Index>(call.keys / fewest_keys, 1, most_splits)));
-    const Index count = sequences * call.heads * call.queries * p.splits;
+    // Many queries take turns.
+    constexpr Index most_queries = 1024, most_sums = Index(1) << 27;
+    const Index of_query = sequences * call.heads * p.splits;
+    p.queries = static_cast<int>(
+        std::min(call.queries,
+                 std::clamp<Index>(most_sums / std::max<Index>(of_query * call.value_channels, 1), 16, most_queries)));
+    const Index count = of_query * p.queries;
     p.o = parts.take<float>(count * call.value_channels);
     p.ends = parts.take<float2>(count);
     return p;
 }
 
-void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts,
+void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, DecodeParts parts,
                    const ForwardOutputs& out, cudaStream_t stream) {
     const auto with = [&]<class T, int columns, int value_columns>() {
-        const int tiles = (static_cast<int>(call.queries) * call.group + block_rows - 1) / block_rows;
+        const int tiles = (parts.queries * call.group + block_rows - 1) / block_rows;
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
         const Blocks blocks(call.heads / call.group * tiles * slices, parts.splits, sequences.count);
         with_room<Decode<T, columns, value_columns, false>::shared_bytes>([&]<bool small>() {
@@ -352,17 +365,19 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
         with.template operator()<T, 576, 256>();
     };
     const bool is_f16 = call.q.dtype == DType::f16;
-    if (is_f16)
-        with_type(__half());
-    else
-        with_type(Plane());
     check(
         cudaMemsetAsync(out.redo.of_group(sequences.first, call.heads), 0,
                         static_cast<std::size_t>(sequences.count * call.heads * out.redo.count) * sizeof(int), stream),
         "memory for the call");
     constexpr int shared_bytes = (most_splits + combine_warps * 128) * static_cast<int>(sizeof(float));
-    launch(combine_kernel, {{call.heads, sequences.count, call.queries}, 32 * combine_warps, shared_bytes}, stream,
-           "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
+    for (; parts.first < call.queries; parts.first += parts.queries) {
+        if (is_f16)
+            with_type(__half());
+        else
+            with_type(Plane());
+        launch(combine_kernel, {{call.heads, sequences.count, parts.queries}, 32 * combine_warps, shared_bytes}, stream,
+               "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
+    }
 }
 
 }  // namespace softdelta::cuda

@@ -82,19 +82,20 @@ void launch_selection(const AttentionCall& call, const AttentionSequences& seque
 void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
                               const ForwardOutputs& out, cudaStream_t stream);
 
-// Few queries (decode): sums of ranges of keys, of query i of a sequence's head at [sequence, head, query, range].
+// Few queries (decode), or a turn of many: sums of ranges of keys, of a sequence's head at [sequence, head, query,
+// range].
 struct DecodeParts {
-    int splits = 1;
+    int splits = 1, first = 0, queries = 0;
     float* o = nullptr;      // [.., Dv]
     float2* ends = nullptr;  // a row's top and sum
 
     __device__ Index at(const AttentionCall& call, int sequence, int head, int query) const {
-        return ((Index(sequence) * call.heads + head) * call.queries + query) * splits;
+        return ((Index(sequence) * call.heads + head) * queries + query - first) * splits;
     }
 };
 bool takes_decode(const AttentionCall& call, bool packed);
 DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts);
-void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts,
+void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, DecodeParts parts,
                    const ForwardOutputs& out, cudaStream_t stream);
 
 // Any call, slowly.
