@@ -28,7 +28,7 @@ struct DeltaOperands {
         q = random_tensor(s.dtype, key, 1);
         k = random_tensor(s.dtype, key, 2);
         v = random_tensor(s.dtype, value, 3);
-        if (rule_of(s).own_p) p = random_tensor(s.dtype, key, 4);
+        if (io::takes({rule_of(s).name, &rule_of(s)}, "p")) p = random_tensor(s.dtype, key, 4);
         if (rule_of(s).gate != core::Gate::none)
             g = random_tensor(DType::f32, rule_of(s).has_channel_gate() ? channels : scalar, 5, -0.1, 0);
         if (rule_of(s).erases()) beta = random_tensor(s.dtype, scalar, 6, 0, 1);

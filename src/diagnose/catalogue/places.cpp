@@ -223,7 +223,7 @@ bool erases_gated(const Call& c) {
 bool has_beta(const Call& c) {
     return erases(c) && c.delta.beta;
 }
-bool own_p(const Call& c) {
+bool has_p(const Call& c) {
     return static_cast<bool>(c.delta.p);
 }
 bool shares_p(const Call& c) {
@@ -232,8 +232,8 @@ bool shares_p(const Call& c) {
 bool grouped(const Call& c) {
     return c.delta.v.shape(2) > c.delta.q.shape(2);
 }
-bool own_p_grouped(const Call& c) {
-    return own_p(c) && grouped(c);
+bool has_p_grouped(const Call& c) {
+    return has_p(c) && grouped(c);
 }
 bool has_A_log(const Call& c) {
     return static_cast<bool>(c.delta.A_log);
@@ -252,7 +252,7 @@ const Place delta_places[] = {
     {"k", Kind::by_beta, "k", "k", Phase::operands, always},
     {"k in score", Kind::by_beta, "k", "k, but not where it erases,", Phase::operands, shares_p},
     {"k in L and w", Kind::by_beta, "p = k", "k where it erases", Phase::operands, shares_p},
-    {"p", Kind::by_beta, "p", "p", Phase::operands, own_p},
+    {"p", Kind::by_beta, "p", "p", Phase::operands, has_p},
     {"v", Kind::by_beta, "v", "v", Phase::operands, always},
     {"β", Kind::beta, "β", "beta", Phase::operands, has_beta},
     {"g", Kind::gates, "g", "the gate", Phase::operands, gated},
@@ -355,12 +355,12 @@ const Place delta_places[] = {
     {"sum over heads of dk", Kind::heads, "dk = Σ_h", "the sum of dk over the heads of a group", Phase::results,
      grouped},
     {"sum over heads of dp", Kind::heads, "dp = Σ_h", "the sum of dp over the heads of a group", Phase::results,
-     own_p_grouped},
+     has_p_grouped},
     {"o, as written", Kind::written, "o", "o as it is written", Phase::results, always},
     {"final_state, as written", Kind::written_state, "final_state", "final_state", Phase::results, always},
     {"dq, as written", Kind::written, "dq", "dq as it is written", Phase::results, always},
     {"dk, as written", Kind::written, "dk", "dk as it is written", Phase::results, always},
-    {"dp, as written", Kind::written, "dp", "dp as it is written", Phase::results, own_p},
+    {"dp, as written", Kind::written, "dp", "dp as it is written", Phase::results, has_p},
     {"dv, as written", Kind::written, "dv", "dv as it is written", Phase::results, always},
     {"dg, as written", Kind::written, "dg", "dg as it is written", Phase::results, gated},
     {"dbeta, as written", Kind::written, "dβ", "dβ as it is written", Phase::results, has_beta},
