@@ -38,26 +38,25 @@ SOFTDELTA_INLINE void for_each_lane(const Body& body) {
 }
 
 // sums += A·B over whole vectors of the depth where A lies by rows: every W factors of a row are one load. Returns how
-// far. Of B no more than a row is held, and read again for the next four rows of A: registers are full of sums.
+// far. Of B no more than a row is held, and read again for the next six rows of A: registers are full of sums.
 template <class P, int rows, int vectors>
 SOFTDELTA_INLINE Index accumulate_by_lanes(F (&sums)[rows][vectors], MatrixA<P> a, const Element<P>* b, Index depth) {
-    constexpr int group = 4;
-    const auto* a_rows = reinterpret_cast<const float*>(a.data);
+    constexpr int group = 6;
+    const Index whole = depth / W * W;
+    const auto* column = reinterpret_cast<const float*>(a.data);
     const auto* b_row = reinterpret_cast<const float*>(b);
-    Index k = 0;
-    for (; k + W <= depth; k += W) {
-#pragma GCC unroll 3
+    for (const float* end = b_row + whole * vectors * W; b_row != end; b_row += W * vectors * W, column += W) {
+#pragma GCC unroll 2
         for (int m = 0; m < rows; m += group) {
             F factors[group];
             const int height = min(group, rows - m);
-#pragma GCC unroll 4
-            for (int i = 0; i < height; ++i) factors[i] = load(a_rows + (m + i) * a.row + k);
+#pragma GCC unroll 6
+            for (int i = 0; i < height; ++i) factors[i] = load(column + (m + i) * a.row);
             const auto step = [&]<int lane>(std::integral_constant<int, lane> /*lane*/) __attribute__((always_inline)) {
                 F operand[vectors];
                 keep_loads_below();
-#pragma GCC unroll 2
-                for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + (lane * vectors + n) * W);
-#pragma GCC unroll 4
+                load_neighbours<lane * vectors * W>(b_row, operand);
+#pragma GCC unroll 6
                 for (int i = 0; i < height; ++i)
 #pragma GCC unroll 2
                     for (int n = 0; n < vectors; ++n)
@@ -66,9 +65,8 @@ SOFTDELTA_INLINE Index accumulate_by_lanes(F (&sums)[rows][vectors], MatrixA<P> 
             };
             for_each_lane(step);
         }
-        b_row += W * vectors * W;
     }
-    return k;
+    return whole;
 }
 
 // sums += A·B where A lies by columns: factors of W rows are one load.
@@ -80,8 +78,7 @@ SOFTDELTA_INLINE void accumulate_by_columns(F (&sums)[rows][vectors], MatrixA<P>
     for (Index k = 0; k < depth; ++k, b_row += vectors * W, column = advance_pointer(column, a.step)) {
         F operand[vectors];
         keep_loads_below();
-#pragma GCC unroll 2
-        for (int n = 0; n < vectors; ++n) operand[n] = load(b_row + n * W);
+        load_neighbours<0>(b_row, operand);
 #pragma GCC unroll 3
         for (int m = 0; m < rows; m += static_cast<int>(W)) {
             F factors;

@@ -19,6 +19,12 @@ SOFTDELTA_INLINE F multiply_add_factor(F factor, F b, F c) {
     return fma(factor, b, c);
 }
 
+// Vectors from p + offset on.
+template <int offset, int vectors>
+SOFTDELTA_INLINE void load_neighbours(const float* p, F (&x)[vectors]) {
+    for (int n = 0; n < vectors; ++n) x[n] = load(p + offset + n * W);
+}
+
 // A template: only levels with has_bf16_products have what it calls.
 template <int lane = 0, class Vector>
 SOFTDELTA_INLINE Vector multiply_add_pairs_by_factor(Vector factor, Vector b, Vector c) {

@@ -47,6 +47,21 @@ SOFTDELTA_INLINE F multiply_add_factor(F factors, F b, F c) {
     return sum;
 }
 
+// Vectors from p + offset on, two by one instruction: compilers take two, and one register for both.
+template <int offset>
+SOFTDELTA_INLINE void load_neighbours(const float* p, F (&x)[2]) {
+    float32x4_t first, second;
+    asm("ldp %q0, %q1, [%2, %3]"
+        : "=w"(first), "=w"(second)
+        : "r"(p), "i"(offset * sizeof(float)), "m"(*reinterpret_cast<const float(*)[offset + 2 * W]>(p)));
+    x[0] = first;
+    x[1] = second;
+}
+template <int offset>
+SOFTDELTA_INLINE void load_neighbours(const float* p, F (&x)[1]) {
+    x[0] = load(p + offset);
+}
+
 // Rounded once: xsimd's steps from an estimate err by an ulp more.
 #define SOFTDELTA_LEVEL_HAS_DIVISION
 SOFTDELTA_INLINE F divide(F a, F b) {
