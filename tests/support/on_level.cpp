@@ -12,7 +12,7 @@ int main(int argc, char** argv) {
     for (const softdelta::IsaLevel& level : softdelta::isa_levels())
         if (level.name == argv[1] && level.available) {
             setenv("SOFTDELTA_ISA", argv[1], 1);
-            execv(argv[2], argv + 2);
+            execvp(argv[2], argv + 2);
         }
     std::printf("no %s here\n", argv[1]);
     return 77;
