@@ -49,6 +49,12 @@ typedef struct softdelta_loop {
     double flops;     /* of an operation, or 0 */
 } softdelta_loop;
 
+/* With defaults: filled in by softdelta_measure_loop. */
+static inline softdelta_loop softdelta_loop_default(void) {
+    softdelta_loop l = {sizeof(softdelta_loop), NULL, 0, 0};
+    return l;
+}
+
 /* Loops that tell where the time of products by matrix tiles goes; 0 where the selected level has none. */
 SOFTDELTA_API int32_t softdelta_loop_count(void);
 /* Errors: as softdelta_measure_ceiling. */

@@ -19,11 +19,9 @@ inline double measure_ceiling(Ceiling ceiling, int threads = 0) {
 }
 // Loops that tell where the time of products by matrix tiles goes.
 inline std::vector<softdelta_loop> measure_loops(int threads = 0) {
-    std::vector<softdelta_loop> loops(static_cast<std::size_t>(softdelta_loop_count()));
-    for (std::size_t i = 0; i < loops.size(); ++i) {
-        loops[i].size = sizeof(softdelta_loop);
+    std::vector<softdelta_loop> loops(static_cast<std::size_t>(softdelta_loop_count()), softdelta_loop_default());
+    for (std::size_t i = 0; i < loops.size(); ++i)
         detail::check(softdelta_measure_loop(static_cast<std::int32_t>(i), threads, &loops[i]));
-    }
     return loops;
 }
 // Bytes per second that can be read from memory.

@@ -102,7 +102,7 @@ SOFTDELTA_API int32_t softdelta_engine_count(void);
 SOFTDELTA_API softdelta_status softdelta_get_engine(int32_t index, softdelta_engine_info* info);
 
 /* How products of bf16 operands are computed. The product of two bf16 numbers is exact in f32, and sums are kept in
- * f32: The ways differ where a product has computed operands (the probabilities of attention, what a delta rule
+ * f32. The ways differ where a product has computed operands (the probabilities of attention, what a delta rule
  * writes). Dot products of bf16 round these to 8 bits first, as tensor cores do; F32 leaves them as they are. */
 typedef enum softdelta_bf16_products {
     SOFTDELTA_BF16_PRODUCTS_AUTOMATIC = 0, /* dot products of bf16 where they exist and are the faster way */
