@@ -1,9 +1,6 @@
 # Sources of a family become one file, which reads their headers once, and makes the code that comes from them once.
-# ccache knows a file by its path: builds with one SOFTDELTA_ONE_FILE_FOLDER in the environment share what they compile.
-set(SOFTDELTA_ONE_FILE_FOLDER "$ENV{SOFTDELTA_ONE_FILE_FOLDER}")
-if(NOT SOFTDELTA_ONE_FILE_FOLDER)
-    set(SOFTDELTA_ONE_FILE_FOLDER ${PROJECT_BINARY_DIR}/one_file)
-endif()
+# ccache knows a file by its path: it lies where another project's build has it, too.
+set(SOFTDELTA_ONE_FILE_FOLDER ${CMAKE_BINARY_DIR}/one_file)
 
 # softdelta_compile_as_one(target name BEFORE lines SOURCES files...): BEFORE stands before each source.
 function(softdelta_compile_as_one target name)
