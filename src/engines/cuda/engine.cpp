@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <initializer_list>
 
 #include "engines/cuda/attention/passes.h"
 #include "engines/cuda/delta_rule/passes.h"
@@ -21,6 +22,13 @@ bool has_device() {
     if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
     cudaGetLastError();
     return false;
+}
+
+// The first reason that there is.
+std::string first_of(std::initializer_list<std::string> reasons) {
+    for (const std::string& reason : reasons)
+        if (!reason.empty()) return reason;
+    return "";
 }
 
 // Of GPUs that no kernel is made for; tensors of the host go to GPU 0.
@@ -45,25 +53,18 @@ std::string refuse_pools(const Inputs& in) {
     return reason;
 }
 
-// Heads are a grid's second dimension.
-std::string refuse_heads(const char* name, const core::Tensor& t) {
-    constexpr core::Index most = 65535;
-    if (t.shape[2] <= most) return "";
-    return std::string(name) + ": dimension 2 is " + std::to_string(t.shape[2]) + ", expected at most " +
-           std::to_string(most) + " on a GPU";
+constexpr core::Index most_heads = 65535;  // a grid's second dimension
+std::string refuse_more(const char* name, const core::Tensor& t, std::size_t dimension, core::Index most) {
+    if (t.shape[dimension] <= most) return "";
+    return std::string(name) + ": dimension " + std::to_string(dimension) + " is " +
+           std::to_string(t.shape[dimension]) + ", expected at most " + std::to_string(most) + " on a GPU";
 }
 
 template <class Call>
 std::string refuse_delta(const Call& call) {
-    constexpr core::Index most = 256;
-    std::string reason = refuse_card(call.in.q);
-    if (reason.empty()) reason = refuse_f64(call.in);
-    if (reason.empty()) reason = refuse_f64(call.out);
-    if (reason.empty()) reason = refuse_pools(call.in);
-    if (reason.empty()) reason = refuse_heads("v", call.in.v);
-    if (reason.empty() && call.in.q.shape[3] > most)
-        reason = "q: dimension 3 is " + std::to_string(call.in.q.shape[3]) + ", expected at most 256 on a GPU";
-    return reason;
+    constexpr core::Index most_channels = 256;
+    return first_of({refuse_card(call.in.q), refuse_f64(call.in), refuse_f64(call.out), refuse_pools(call.in),
+                     refuse_more("v", call.in.v, 2, most_heads), refuse_more("q", call.in.q, 3, most_channels)});
 }
 
 // Where both passes go by chunks.
@@ -104,8 +105,7 @@ void run_delta(const DeltaForward& c) {
         has_few = has_few && !in_place;
     }
     if (c.execution.kept != nullptr || (has_many && takes_chunks(c.in, c.options, c.out))) {
-        chunk_forward(c.in, c.options, c.execution, c.out, {c.handover.ready, has_few ? nullptr : c.handover.done},
-                      many);
+        chunk_forward(c, {c.handover.ready, has_few ? nullptr : c.handover.done}, many);
         if (!has_few) return;
     } else {
         wait_for(c.handover.ready, stream);
@@ -117,31 +117,33 @@ void run_delta(const DeltaForward& c) {
 
 std::size_t forward_workspace(const DeltaForward& c) {
     const bool chunks = c.execution.kept != nullptr || lengths_of(c.in).longest > few_tokens(c.in);
-    return chunks && takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c.in, c.options, c.execution) : 0;
+    return chunks && takes_chunks(c.in, c.options, c.out) ? chunk_forward_workspace(c) : 0;
 }
 
 std::size_t backward_workspace(const DeltaBackward& c) {
-    if (takes_chunk_gradients(c.in, c.options, c.out))
-        return chunk_backward_workspace(c.in, c.options, c.out, c.execution);
+    if (takes_chunk_gradients(c.in, c.options, c.out)) return chunk_backward_workspace(c);
     return tokens_backward_workspace(c.in, c.options, c.out);
 }
 void run_backward(const DeltaBackward& c) {
-    if (takes_chunk_gradients(c.in, c.options, c.out))
-        return chunk_backward(c.in, c.options, c.execution, c.out, c.handover);
+    if (takes_chunk_gradients(c.in, c.options, c.out)) return chunk_backward(c);
     const OnDevice device(c.in.q.device);
     wait_for(c.handover.ready, stream_of(c.execution));
     tokens_backward(c.in, c.options, c.execution, c.out);
     record(c.handover.done, stream_of(c.execution));
 }
 
+std::string refuse_caches(const core::AttentionInputs& in) {
+    if (in.k_scale || in.v_scale)
+        return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
+    if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
+        return "block_table lies on the host, expected on the device of q";
+    return "";
+}
 template <class Call>
 std::string refuse_scores(const Call& call, core::Index most_channels) {
-    std::string reason = refuse_card(call.in.q);
-    if (reason.empty()) reason = refuse_f64(call.in);
-    if (reason.empty()) reason = refuse_f64(call.out);
-    if (reason.empty()) reason = refuse_heads("q", call.in.q);
-    if (reason.empty()) reason = refuse_attention(call.in, most_channels);
-    return reason;
+    return first_of({refuse_card(call.in.q), refuse_f64(call.in), refuse_f64(call.out),
+                     refuse_more("q", call.in.q, 2, most_heads), refuse_more("q", call.in.q, 3, most_channels),
+                     refuse_more("v", call.in.v, 3, most_channels), refuse_caches(call.in)});
 }
 std::string refuse_forward(const AttentionForward& c) {
     return refuse_scores(c, most_forward_channels);
@@ -156,20 +158,16 @@ std::string refuse_gradients(const AttentionBackward& c) {
         reason = "cu_seqlens_q: more than " + std::to_string(most) + " sequences with caches of their own";
     return reason;
 }
-std::size_t scores_workspace(const AttentionForward& c) {
-    return attention_forward_workspace(c.in, c.options);
-}
-std::size_t gradients_workspace(const AttentionBackward& c) {
-    return attention_backward_workspace(c.in, c.options, c.out);
-}
 
-template <auto refuse, class Call>
+std::string refuse_sizes(const core::ConvolutionInputs& in) {
+    return refuse_more("weight", in.weight, 1, most_convolution_width);
+}
+std::string refuse_sizes(const core::NormInputs& in) {
+    return refuse_norm(in);
+}
+template <class Call>
 std::string refuse_layer(const Call& c) {
-    std::string reason = refuse_card(c.in.x);
-    if (reason.empty()) reason = refuse_f64(c.in);
-    if (reason.empty()) reason = refuse_f64(c.out);
-    if (reason.empty()) reason = refuse_pools(c.in);
-    return reason.empty() ? refuse(c.in) : reason;
+    return first_of({refuse_card(c.in.x), refuse_f64(c.in), refuse_f64(c.out), refuse_pools(c.in), refuse_sizes(c.in)});
 }
 
 constexpr DeviceMemory memory = {
@@ -198,16 +196,15 @@ const Engine engine = {
     .choice = Choice::fast,
     .available = has_device,
     .memory = &memory,
-    .attention_forward = {apply<AttentionForward, attention_forward>, scores_workspace, refuse_forward},
-    .attention_backward = {apply<AttentionBackward, attention_backward>, gradients_workspace, refuse_gradients},
+    .attention_forward = {attention_forward, attention_forward_workspace, refuse_forward},
+    .attention_backward = {attention_backward, attention_backward_workspace, refuse_gradients},
     .delta_forward = {run_delta, forward_workspace, refuse_forward},
     .delta_backward = {run_backward, backward_workspace, refuse_kept<DeltaBackward>},
     .delta_kept_size = delta_kept_size,
-    .convolution_forward = {convolution_forward, nullptr, refuse_layer<refuse_convolution, ConvolutionForward>},
-    .convolution_backward = {convolution_backward, convolution_backward_workspace,
-                             refuse_layer<refuse_convolution, ConvolutionBackward>},
-    .norm_forward = {norm_forward, nullptr, refuse_layer<refuse_norm, NormForward>},
-    .norm_backward = {norm_backward, norm_backward_workspace, refuse_layer<refuse_norm, NormBackward>},
+    .convolution_forward = {convolution_forward, nullptr, refuse_layer<ConvolutionForward>},
+    .convolution_backward = {convolution_backward, convolution_backward_workspace, refuse_layer<ConvolutionBackward>},
+    .norm_forward = {norm_forward, nullptr, refuse_layer<NormForward>},
+    .norm_backward = {norm_backward, norm_backward_workspace, refuse_layer<NormBackward>},
 };
 
 }  // namespace

@@ -43,8 +43,9 @@ bool takes_warp_gradients(const AttentionCall& call, const core::AttentionInputs
            has_units(view_of(grad.d_o), call.value_channels, call.q.dtype);
 }
 
-Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                 const core::AttentionGradients& grad, MemoryParts& parts) {
+Memory memory_of(const engines::AttentionBackward& of, const AttentionCall& call, MemoryParts& parts) {
+    const core::AttentionInputs& in = of.in;
+    const core::AttentionGradients& grad = of.out;
     const Index rows = in.q.shape[0] * in.q.shape[1] * in.q.shape[2];
     Memory m;
     m.rows.sums.top = parts.take<float>(rows);
@@ -57,13 +58,12 @@ Memory memory_of(const core::AttentionInputs& in, const core::AttentionOptions& 
     m.keys = redo_of_keys(in, parts);
     m.keys.any = m.far_heads;
     m.places = take_places(in, parts);
-    if (options.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
-    m.plan = plan_scores(in, options, grad);
-    m.bias = plan_bias(in, options, grad);
+    if (call.top_w >= 0) m.kept = parts.take<KeptKeys>(rows);
+    m.plan = plan_scores(of);
+    m.bias = plan_bias(of);
     m.ds = parts.take<std::uint16_t>(std::max(m.plan.elements, m.bias.elements));
     m.bias_sums = parts.take<float>(m.bias.kept);
     m.key_sums = parts.take<float>(m.bias.of_keys);
-    const AttentionCall call = attention_call(in, options);
     if (!takes_warpgroup_gradients(call, in, grad) && takes_split(in, call, grad.d_o))
         m.split = take_split_operands(in, call, true, parts);
     return m;
@@ -108,8 +108,8 @@ StoredScores scores_of_dbias(const Gradients& grad) {
     return ds;
 }
 // In the workspace, of some sequences and heads.
-StoredScores scores_in(const Memory& memory, Index row, const AttentionCall& call, const AttentionSequences& s,
-                       int first_head, int heads) {
+StoredScores scores_in(const Memory& memory, Index row, const AttentionPass& pass, int first_head, int heads) {
+    const auto& [call, s] = pass;
     StoredScores ds;
     const Index of_head = call.queries * row;
     ds.view = {memory.ds, call.q.dtype, {heads * of_head, of_head, row, 1}};
@@ -127,23 +127,21 @@ StoredScores sums_of_keys(const Memory& memory, const AttentionCall& call, int s
 
 }  // namespace
 
-std::size_t attention_backward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                                         const core::AttentionGradients& grad) {
-    MemoryParts parts(nullptr);
-    memory_of(in, options, grad, parts);
-    return Workspace::with_alignment(parts.used());
+std::size_t attention_backward_workspace(const engines::AttentionBackward& of) {
+    const AttentionCall call = attention_call(of.in, of.options);
+    return Workspace::with_alignment(bytes_of([&](MemoryParts& parts) { memory_of(of, call, parts); }));
 }
 
-void attention_backward(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                        const core::Execution& execution, const core::AttentionGradients& grad) {
+void attention_backward(const engines::AttentionBackward& of_call) {
+    const core::AttentionInputs& in = of_call.in;
+    const core::AttentionGradients& grad = of_call.out;
     const OnDevice device(in.q.device);
-    const cudaStream_t stream = stream_of(execution);
-    AttentionCall call = attention_call(in, options);
-    MemoryParts counted(nullptr);
-    memory_of(in, options, grad, counted);
-    const Workspace workspace(execution, counted.used());
+    const cudaStream_t stream = stream_of(of_call.execution);
+    AttentionCall call = attention_call(in, of_call.options);
+    const auto memory_in = [&](MemoryParts& parts) { return memory_of(of_call, call, parts); };
+    const Workspace workspace(of_call.execution, bytes_of(memory_in));
     MemoryParts parts(workspace.data());
-    Memory memory = memory_of(in, options, grad, parts);
+    Memory memory = memory_in(parts);
     const int planes = planes_with(grad.d_o, in);
     Gradients wanted = gradients_of(grad);
     wanted.heads = call.heads;
@@ -155,10 +153,9 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     if (memory.o != nullptr) sums.o = dense_rows(memory.o, call);
     const AttentionSequences packed = place_packed(in, call, memory.places, stream);
     const auto for_each = [&](const auto& use) { for_each_sequences(in, call, packed, use); };
-    if (memory.kept != nullptr)
-        for_each([&](const AttentionSequences& s) { launch_selection(call, s, memory.kept, stream); });
+    if (memory.kept != nullptr) for_each([&](const AttentionPass& s) { launch_selection(s, memory.kept, stream); });
     call.kept = memory.kept;
-    if (split) for_each([&](const AttentionSequences& s) { launch_split(call, s, memory.split, wanted.d_o, stream); });
+    if (split) for_each([&](const AttentionPass& s) { launch_split(s, memory.split, wanted.d_o, stream); });
     if (warpgroups || warps || split) {
         memory.queries.early = memory.keys.early = !warps;
         wanted.redo_queries = memory.queries, wanted.redo_keys = memory.keys;
@@ -175,43 +172,43 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     if (bias.of_keys > 0) by_key.dbias = key_sums.view;
     if ((by_key.dbias && wanted.bias_queries != 1) || (warps && wanted.dbias && !bias))
         by_key.ds = scores_of_dbias(wanted);
-    if (bias_by_key && packed.of_keys) launch_clear_bias(call, packed, by_key, stream);
+    if (bias_by_key && packed.of_keys) launch_clear_bias({call, packed}, by_key, stream);
     const ScorePlan plan = warpgroups ? memory.plan : ScorePlan();
     const bool from_stored = wanted.dq && call.q.dtype == DType::bf16;
-    const auto take_part = [&](const AttentionSequences& s, const ScorePlan& of, int head, bool all_scores) {
+    const auto take_part = [&](const AttentionPass& s, const ScorePlan& of, int head, bool all_scores) {
         Gradients part = by_key;
         part.first_head = head;
         part.heads = std::min(static_cast<int>(of.key_heads) * call.group, call.heads - head);
-        part.ds = scores_in(memory, of.row, call, s, head, part.heads);
+        part.ds = scores_in(memory, of.row, s, head, part.heads);
         part.ds.is_dbias = all_scores;
         if (warps) {
-            launch_warp_by_query(call, s, part, stream);
+            launch_warp_gradients(false, s, part, stream);
         } else {
-            launch_warpgroup_by_key(call, s, part, stream);
-            if (from_stored) launch_warpgroup_by_stored(call, s, part, stream);
+            launch_warpgroup_by_key(s, part, stream);
+            if (from_stored) launch_warpgroup_by_stored(s, part, stream);
         }
         return part.ds;
     };
     const auto each_part = [&](const ScorePlan& of, const auto& use) {
         for (int head = 0; head < call.heads; head += static_cast<int>(of.key_heads) * call.group) use(head);
     };
-    const auto on_warpgroups = [&](const AttentionSequences& s) {
+    const auto on_warpgroups = [&](const AttentionPass& s) {
         if (plan.elements > 0) return each_part(plan, [&](int head) { take_part(s, plan, head, false); });
-        if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(call, s, by_key, stream);
+        if (wanted.dk || wanted.dv || by_key.dbias) launch_warpgroup_by_key(s, by_key, stream);
         if (!wanted.dq) return;
         if (by_key.ds && call.q.dtype == DType::bf16 &&
-            !s.of_queries)  // of f16, dbias may have lost the last bits of ds
-            launch_warpgroup_by_stored(call, s, by_key, stream);
+            !s.sequences.of_queries)  // of f16, dbias may have lost the last bits of ds
+            launch_warpgroup_by_stored(s, by_key, stream);
         else
-            launch_warpgroup_by_query(call, s, wanted, stream);
+            launch_warpgroup_by_query(s, wanted, stream);
     };
     // dbias as a sum: the first and the last turn of each sum are those that its heads and sequences have.
-    const auto add_bias = [&](const AttentionSequences& s, int head) {
+    const auto add_bias = [&](const AttentionPass& s, int head) {
         const StoredScores ds = take_part(s, bias, head, true);
         const bool shares_heads = wanted.bias_heads == 1;
-        const Index next_head = head + ds.heads, next_sequence = s.first + Index(s.count);
+        const Index next_head = head + ds.heads, next_sequence = s.sequences.first + Index(s.sequences.count);
         const bool first_head = !shares_heads || head == 0, last_head = !shares_heads || next_head == call.heads;
-        const bool first_sequence = !bias.heads_first || s.first == 0;
+        const bool first_sequence = !bias.heads_first || s.sequences.first == 0;
         const bool last_sequence = !bias.heads_first || next_sequence == core::sequence_count(in);
         launch_bias_sums(call, ds, wanted, memory.bias_sums, first_head && first_sequence, last_head && last_sequence,
                          stream);
@@ -219,34 +216,34 @@ void attention_backward(const core::AttentionInputs& in, const core::AttentionOp
     if (bias.elements > 0) {
         const auto each_sequences = [&](const auto& use) { for_each_sequences(in, call, packed, use, bias.sequences); };
         if (bias.heads_first)
-            each_part(bias, [&](int head) { each_sequences([&](const AttentionSequences& s) { add_bias(s, head); }); });
+            each_part(bias, [&](int head) { each_sequences([&](const AttentionPass& s) { add_bias(s, head); }); });
         else
-            each_sequences([&](const AttentionSequences& s) { each_part(bias, [&](int head) { add_bias(s, head); }); });
+            each_sequences([&](const AttentionPass& s) { each_part(bias, [&](int head) { add_bias(s, head); }); });
         if (warpgroups && wanted.dq && !from_stored)
-            for_each([&](const AttentionSequences& s) { launch_warpgroup_by_query(call, s, wanted, stream); });
+            for_each([&](const AttentionPass& s) { launch_warpgroup_by_query(s, wanted, stream); });
     } else if (warpgroups) {
         for_each_sequences(in, call, packed, on_warpgroups,
                            plan.elements > 0 ? plan.sequences : AttentionSequences::most);
     }
     if (warps) {
-        for_each([&](const AttentionSequences& s) {
-            if (wanted.dk || wanted.dv || wanted.dbias) launch_warp_by_key(call, s, wanted, stream);
-            if (!bias && (wanted.dq || wanted.dbias)) launch_warp_by_query(call, s, by_key, stream);
+        for_each([&](const AttentionPass& s) {
+            if (wanted.dk || wanted.dv || wanted.dbias) launch_warp_gradients(true, s, wanted, stream);
+            if (!bias && (wanted.dq || wanted.dbias)) launch_warp_gradients(false, s, by_key, stream);
         });
     }
     const bool split_bias = split && has_scores(in, grad.dbias);
     if (split) {
         Gradients of = wanted;
         if (!split_bias) of.dbias = View();
-        for_each([&](const AttentionSequences& s) { launch_split_gradients(call, s, memory.split, of, stream); });
+        for_each([&](const AttentionPass& s) { launch_split_gradients(s, memory.split, of, stream); });
     }
     if (bias.of_keys > 0) launch_bias_sums(call, key_sums, wanted, nullptr, true, true, stream);
-    for_each([&](const AttentionSequences& s) {
-        launch_gradients(call, s, planes, wanted, stream);
+    for_each([&](const AttentionPass& s) {
+        launch_gradients(s, planes, wanted, stream);
         if (wanted.dbias) {
             Gradients of_bias = wanted;
             if (!bias_by_key && !bias && !split_bias && !warps) of_bias.redo_keys = {};
-            launch_bias_gradient(call, s, planes, of_bias, stream);
+            launch_bias_gradient(s, planes, of_bias, stream);
         }
     });
     if (grad.dsink) launch_sink_gradient(call, memory.rows, view_of(grad.dsink), stream);

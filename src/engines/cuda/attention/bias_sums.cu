@@ -119,7 +119,8 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
     turn.heads = (ds.first_head + static_cast<int>(ds.heads) - 1) / turn.heads_each + 1 - turn.first_head;
     turn.queries = grad.bias_queries, turn.keys = grad.bias_keys;
     const Index units = turn.queries * blocks_of(turn.keys, unit);
-    const Grid grid{{blocks_of(units, bias_threads), turn.heads, turn.shares_sequences ? 1 : ds.sequences}, bias_threads};
+    const Grid grid{{blocks_of(units, bias_threads), turn.heads, turn.shares_sequences ? 1 : ds.sequences},
+                    bias_threads};
     const auto with = [&]<class T>(T) {
         launch(bias_sum_kernel<T>, grid, stream, "attention's gradient of a shared bias", turn);
     };
@@ -131,10 +132,9 @@ void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const G
         with(0.0F);
 }
 
-void launch_clear_bias(const AttentionCall& call, const AttentionSequences& packed, const Gradients& grad,
-                       cudaStream_t stream) {
-    launch(clear_bias_kernel, {Blocks(call.heads, packed.count), bias_threads}, stream, "attention's gradient of bias",
-           packed, grad);
+void launch_clear_bias(const AttentionPass& packed, const Gradients& grad, cudaStream_t stream) {
+    launch(clear_bias_kernel, {Blocks(packed.call.heads, packed.sequences.count), bias_threads}, stream,
+           "attention's gradient of bias", packed.sequences, grad);
 }
 
 }  // namespace softdelta::cuda

@@ -199,12 +199,22 @@ struct AttentionSequences {
     }
 };
 
-// A grid of x blocks for each tile of so many rows of so many sequences, or of the list.
-inline Blocks tile_blocks(Index x, const TileList& list, Index rows, int sequences) {
-    if (!list) return {x, blocks_of(rows, tile_rows), sequences};
-    const Index y = std::clamp(list.most, 1, 65535);
-    return {x, y, blocks_of(list.most, y)};
-}
+// A pass over some sequences, as its kernels see it.
+struct AttentionPass {
+    AttentionCall call;
+    AttentionSequences sequences;
+
+    // x blocks for each tile of queries, or of keys.
+    Blocks query_tiles(Index x) const { return tile_blocks(x, sequences.of_queries, call.queries); }
+    Blocks key_tiles(Index x) const { return tile_blocks(x, sequences.of_keys, call.keys); }
+
+  private:
+    Blocks tile_blocks(Index x, const TileList& list, Index rows) const {
+        if (!list) return {x, blocks_of(rows, tile_rows), sequences.count};
+        const Index y = std::clamp(list.most, 1, 65535);
+        return {x, y, blocks_of(list.most, y)};
+    }
+};
 
 // with.template operator()<planes, columns>() for the smallest kernel that holds the call's channels.
 template <class With>

@@ -39,17 +39,17 @@ class Decode {
     static constexpr int threads = 32 * warps;
     static constexpr int shared_bytes = stages_at + std::max(warps * stages * stage_bytes, sums_bytes);
 
-    __device__ Decode(const AttentionCall& call, const AttentionSequences& sequences, const DecodeParts& parts)
-        : call_(call),
+    __device__ Decode(const AttentionPass& pass, const DecodeParts& parts)
+        : call_(pass.call),
           parts_(parts),
-          s_(sequences[static_cast<int>(blockIdx.z)]),
-          sequence_(sequences.first + static_cast<int>(blockIdx.z)) {
-        const int slices = (call.value_channels + value_columns - 1) / value_columns;
-        const int tiles = (parts.queries * call.group + block_rows - 1) / block_rows;
+          s_(pass.sequences[static_cast<int>(blockIdx.z)]),
+          sequence_(pass.sequences.first + static_cast<int>(blockIdx.z)) {
+        const int slices = (pass.call.value_channels + value_columns - 1) / value_columns;
+        const int tiles = (parts.queries * pass.call.group + block_rows - 1) / block_rows;
         first_channel_ = static_cast<int>(blockIdx.x) % slices * value_columns;
-        first_row_ = parts.first * call.group + static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
+        first_row_ = parts.first * pass.call.group + static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
         key_head_ = static_cast<int>(blockIdx.x) / slices / tiles;
-        value_channels_ = min(call.value_channels - first_channel_, value_columns);
+        value_channels_ = min(pass.call.value_channels - first_channel_, value_columns);
     }
 
     __device__ void run() {
@@ -242,19 +242,18 @@ class Decode {
 
 template <class D>
 __global__ void __launch_bounds__(D::threads)
-    decode_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
-                  const __grid_constant__ DecodeParts parts) {
-    D(call, sequences, parts).run();
+    decode_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ DecodeParts parts) {
+    D(pass, parts).run();
 }
 
 // The ranges' sums of a query put together: o and lse. A warp has every eighth range, and a lane four channels.
 constexpr int combine_warps = 8, most_splits = 256;
 __global__ void __launch_bounds__(32 * combine_warps)
-    combine_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
-                   const __grid_constant__ DecodeParts parts, const __grid_constant__ ForwardOutputs out,
-                   float weight_scale) {
-    const AttentionSequence s = sequences[static_cast<int>(blockIdx.y)];
-    const int head = static_cast<int>(blockIdx.x), sequence = sequences.first + static_cast<int>(blockIdx.y);
+    combine_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ DecodeParts parts,
+                   const __grid_constant__ ForwardOutputs out, float weight_scale) {
+    const AttentionCall& call = pass.call;
+    const AttentionSequence s = pass.sequences[static_cast<int>(blockIdx.y)];
+    const int head = static_cast<int>(blockIdx.x), sequence = pass.sequences.first + static_cast<int>(blockIdx.y);
     const int i = parts.first + static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
     if (i >= call.queries) return;
     const int warp = thread / 32, lane = thread % 32;
@@ -345,16 +344,16 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
     return p;
 }
 
-void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, DecodeParts parts,
-                   const ForwardOutputs& out, cudaStream_t stream) {
+void launch_decode(const AttentionPass& pass, DecodeParts parts, const ForwardOutputs& out, cudaStream_t stream) {
+    const auto& [call, sequences] = pass;
     const auto with = [&]<class T, int columns, int value_columns>() {
         const int tiles = (parts.queries * call.group + block_rows - 1) / block_rows;
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
         const Blocks blocks(call.heads / call.group * tiles * slices, parts.splits, sequences.count);
         with_room<Decode<T, columns, value_columns, false>::shared_bytes>([&]<bool small>() {
             using D = Decode<T, columns, value_columns, small>;
-            launch(decode_kernel<D>, {blocks, D::threads, D::shared_bytes}, stream, "attention of few queries", call,
-                   sequences, parts);
+            launch(decode_kernel<D>, {blocks, D::threads, D::shared_bytes}, stream, "attention of few queries", pass,
+                   parts);
         });
     };
     const auto with_type = [&]<class T>(T) {
@@ -376,7 +375,7 @@ void launch_decode(const AttentionCall& call, const AttentionSequences& sequence
         else
             with_type(Plane());
         launch(combine_kernel, {{call.heads, sequences.count, parts.queries}, 32 * combine_warps, shared_bytes}, stream,
-               "sums of ranges of keys", call, sequences, parts, out, is_f16 ? 0x1p-10F : 1.0F);
+               "sums of ranges of keys", pass, parts, out, is_f16 ? 0x1p-10F : 1.0F);
     }
 }
 

@@ -12,11 +12,11 @@ void sum_rows(const core::AttentionInputs& in, const AttentionCall& call, const 
     const auto add_up = [&] {
         // Far rows where nothing is added to scores are seldom: kernels of planes take them without another launch.
         const bool by_planes = !fast || (sums.far_lse && !call.mask && !call.bias && !call.alibi_slopes);
-        for_each_sequences(in, call, packed, [&](const AttentionSequences& s) {
-            if (!by_planes && kernels.split) launch_split_forward(call, s, *kernels.split, sums, stream);
-            if (!by_planes && kernels.warpgroups) launch_warpgroup_forward(call, s, sums, stream);
-            if (!by_planes && kernels.warps) launch_warp_forward(call, s, sums, stream);
-            launch_attention_forward(call, s, kernels.planes, sums, stream);
+        for_each_sequences(in, call, packed, [&](const AttentionPass& pass) {
+            if (!by_planes && kernels.split) launch_split_forward(pass, *kernels.split, sums, stream);
+            if (!by_planes && kernels.warpgroups) launch_warpgroup_forward(pass, sums, stream);
+            if (!by_planes && kernels.warps) launch_warp_forward(pass, sums, stream);
+            launch_attention_forward(pass, kernels.planes, sums, stream);
         });
     };
     const auto take_terms = [&](RowPass pass) {

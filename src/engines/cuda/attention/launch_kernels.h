@@ -41,21 +41,22 @@ struct CutBoxes {
 };
 void launch_cut_boxes(const AttentionSequences& sequences, const CutBoxes& all, cudaStream_t stream);
 
-// use(sequences) for all of a call, so many at a time. packed: what place_packed() has returned.
+// use(pass) for all sequences of a call, so many at a time. packed: what place_packed() has returned.
 template <class Use>
 void for_each_sequences(const core::AttentionInputs& in, const AttentionCall& call, const AttentionSequences& packed,
                         const Use& use, Index most = AttentionSequences::most) {
-    if (packed.table != nullptr) return use(packed);
+    if (packed.table != nullptr) return use(AttentionPass{call, packed});
     const Index sequences = core::sequence_count(in), step = std::min(most, sequences_at_once(in));
     for (Index first = 0; first < sequences; first += step) {
-        AttentionSequences s;
+        AttentionPass pass{call, {}};
+        AttentionSequences& s = pass.sequences;
         const Index count = std::min(step, sequences - first);
         s.first = static_cast<int>(first);
         s.count = static_cast<int>(count);
         s.queries = call.queries;
         s.keys = call.keys;
         s.in_use.take(in.cache_seqlens, first, count);
-        use(s);
+        use(pass);
     }
 }
 
@@ -76,11 +77,9 @@ inline bool is_whole(const core::AttentionInputs& in) {
 int planes_of(const core::AttentionInputs& in);
 
 // top_w: which keys each row keeps, into call.kept.
-void launch_selection(const AttentionCall& call, const AttentionSequences& sequences, KeptKeys* kept,
-                      cudaStream_t stream);
+void launch_selection(const AttentionPass& pass, KeptKeys* kept, cudaStream_t stream);
 
-void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                              const ForwardOutputs& out, cudaStream_t stream);
+void launch_attention_forward(const AttentionPass& pass, int planes, const ForwardOutputs& out, cudaStream_t stream);
 
 // Few queries (decode), or a turn of many: sums of ranges of keys, of a sequence's head at [sequence, head, query,
 // range].
@@ -95,13 +94,11 @@ struct DecodeParts {
 };
 bool takes_decode(const AttentionCall& call, bool packed);
 DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, MemoryParts& parts);
-void launch_decode(const AttentionCall& call, const AttentionSequences& sequences, DecodeParts parts,
-                   const ForwardOutputs& out, cudaStream_t stream);
+void launch_decode(const AttentionPass& pass, DecodeParts parts, const ForwardOutputs& out, cudaStream_t stream);
 
 // Any call, slowly.
 inline constexpr int most_tile_channels = 256;
-void launch_wide_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                         cudaStream_t stream);
+void launch_wide_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream);
 
 // Of query i of the batch row and head at [head, B·Lq]: D = rowsum(do∘o) − dlse, and what the sink's gradient adds up.
 struct RowTerms {
@@ -133,35 +130,27 @@ inline constexpr int warpgroup_forward_channels = 256, warpgroup_backward_channe
 inline constexpr float most_warpgroup_cap = 512;  // no row of a capped backward call is far
 bool takes_warpgroups(const AttentionCall& call, core::Device device, int most_channels);
 bool takes_bias_gradient(const AttentionCall& call, const Gradients& grad, Index sequences);
-void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                              cudaStream_t stream);
+void launch_warpgroup_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream);
 
 // The same on cards without them, of less: bf16 and f16, D to 128, nothing added to scores but a mask and a bias of
 // that type.
 bool takes_warps(const AttentionCall& call, core::Device device);
-void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                         cudaStream_t stream);
-void launch_warp_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                        cudaStream_t stream);
-void launch_warp_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                          cudaStream_t stream);  // and ds
+void launch_warp_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream);
+// dk and dv, or dq and ds.
+void launch_warp_gradients(bool by_key, const AttentionPass& pass, const Gradients& grad, cudaStream_t stream);
 
 // On warpgroups: dk and dv, dbias where queries alone share it or nothing does, and ds; dq from that ds, or computed
 // anew.
-void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                             cudaStream_t stream);
-void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                               cudaStream_t stream);
-void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                                cudaStream_t stream);
+void launch_warpgroup_by_key(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream);
+void launch_warpgroup_by_query(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream);
+void launch_warpgroup_by_stored(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream);
 // Sequences and key heads whose ds the kernel of keys keeps in the workspace at a time; none: dq is made without it. Of
 // shapes and options, not of where tensors lie.
 struct ScorePlan {
     Index sequences = 0, key_heads = 0, row = 0;  // elements from a query to the next
     Index elements = 0;
 };
-ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                      const core::AttentionGradients& grad);
+ScorePlan plan_scores(const engines::AttentionBackward& of);
 // The same where dbias is a sum of ds of heads or sequences, or has slopes. kept: f32 sums of several turns; of_keys:
 // those over queries, of each sequence and head.
 struct BiasPlan : ScorePlan {
@@ -170,19 +159,15 @@ struct BiasPlan : ScorePlan {
 
     explicit operator bool() const { return elements > 0 || of_keys > 0; }
 };
-BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                   const core::AttentionGradients& grad);
+BiasPlan plan_bias(const engines::AttentionBackward& of);
 // Adds ds of some sequences and heads to dbias; the first and the last turn of these sums.
 void launch_bias_sums(const AttentionCall& call, const StoredScores& ds, const Gradients& grad, float* kept, bool first,
                       bool last, cudaStream_t stream);
 // Clears dbias of packed sequences where no tile of keys is.
-void launch_clear_bias(const AttentionCall& call, const AttentionSequences& packed, const Gradients& grad,
-                       cudaStream_t stream);
+void launch_clear_bias(const AttentionPass& packed, const Gradients& grad, cudaStream_t stream);
 
 // dq, dk and dv: blocks for 64 queries of a head, and for 64 keys of a key head. dbias: a block for a tile of it.
-void launch_gradients(const AttentionCall& call, const AttentionSequences& sequences, int planes, const Gradients& grad,
-                      cudaStream_t stream);
-void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                          const Gradients& grad, cudaStream_t stream);
+void launch_gradients(const AttentionPass& pass, int planes, const Gradients& grad, cudaStream_t stream);
+void launch_bias_gradient(const AttentionPass& pass, int planes, const Gradients& grad, cudaStream_t stream);
 
 }  // namespace softdelta::cuda

@@ -51,8 +51,8 @@ constexpr Index most_elements = Index(1) << 28;  // of stored ds: 512 MiB
 
 // ds is computed once more where a launch would have too few blocks to fill the card, where few keys are seen, and with
 // few channels: that takes less time.
-ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                      const core::AttentionGradients& grad) {
+ScorePlan plan_scores(const engines::AttentionBackward& of) {
+    const auto& [in, options, execution, grad, handover] = of;
     // Blocks of a causal call differ in length: several for each multiprocessor even that out.
     const Index least_blocks = options.causal == core::Causal::none ? 120 : 256;
     const Index Lq = in.q.shape[1], H = in.q.shape[2], Lk = in.k.shape[1], Hk = in.k.shape[2];
@@ -81,8 +81,8 @@ ScorePlan plan_scores(const core::AttentionInputs& in, const core::AttentionOpti
     return plan;
 }
 
-BiasPlan plan_bias(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                   const core::AttentionGradients& grad) {
+BiasPlan plan_bias(const engines::AttentionBackward& of) {
+    const auto& [in, options, execution, grad, handover] = of;
     const bool is_16_bit = in.q.dtype == DType::bf16 || in.q.dtype == DType::f16;
     const bool warpgroups = level_of(in.q.device) == Level::sm_90a;
     if (!grad.dbias || !is_whole(in) || !is_16_bit || options.softcap != 0 || options.top_w >= 0 ||
@@ -139,8 +139,8 @@ struct ForwardPlan {
     Places places{};
 };
 
-ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutputs& out, const AttentionCall& call,
-                    MemoryParts& parts) {
+ForwardPlan plan_of(const engines::AttentionForward& of, const AttentionCall& call, MemoryParts& parts) {
+    const core::AttentionInputs& in = of.in;
     ForwardPlan p{};
     p.wide = std::max(call.channels, call.value_channels) > most_tile_channels;
     p.way = takes_decode(call, static_cast<bool>(in.cu_seqlens_q))            ? Way::decode
@@ -148,7 +148,7 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
             : takes_warps(call, in.q.device)                                  ? Way::warps
             : takes_split(in, call, {})                                       ? Way::split
                                                                               : Way::other;
-    p.out.o = view_of(out.o), p.out.lse = view_of(out.lse);
+    p.out.o = view_of(of.out.o), p.out.lse = view_of(of.out.lse);
     if (p.way == Way::decode) p.decode = take_decode_parts(call, core::sequence_count(in), parts);
     if (p.way == Way::split) p.split = take_split_operands(in, call, false, parts);
     if (p.way != Way::other) p.out.redo = redo_of_queries(in, parts);
@@ -160,50 +160,36 @@ ForwardPlan plan_of(const core::AttentionInputs& in, const core::AttentionOutput
 
 }  // namespace
 
-std::size_t attention_forward_workspace(const core::AttentionInputs& in, const core::AttentionOptions& options) {
-    MemoryParts parts(nullptr);
-    plan_of(in, {}, attention_call(in, options), parts);
-    return Workspace::with_alignment(parts.used());
+std::size_t attention_forward_workspace(const engines::AttentionForward& of) {
+    const AttentionCall call = attention_call(of.in, of.options);
+    return Workspace::with_alignment(bytes_of([&](MemoryParts& parts) { plan_of(of, call, parts); }));
 }
 
-void attention_forward(const core::AttentionInputs& in, const core::AttentionOptions& options,
-                       const core::Execution& execution, const core::AttentionOutputs& out) {
+void attention_forward(const engines::AttentionForward& of) {
+    const core::AttentionInputs& in = of.in;
     const OnDevice device(in.q.device);
-    const cudaStream_t stream = stream_of(execution);
-    AttentionCall call = attention_call(in, options);
-    MemoryParts counted(nullptr);
-    plan_of(in, out, call, counted);
-    const Workspace workspace(execution, counted.used());
+    const cudaStream_t stream = stream_of(of.execution);
+    AttentionCall call = attention_call(in, of.options);
+    const auto plan_in = [&](MemoryParts& parts) { return plan_of(of, call, parts); };
+    const Workspace workspace(of.execution, bytes_of(plan_in));
     MemoryParts parts(workspace.data());
-    const ForwardPlan plan = plan_of(in, out, call, parts);
+    const ForwardPlan plan = plan_in(parts);
     call.kept = plan.kept;
     const AttentionSequences packed = place_packed(in, call, plan.places, stream);
-    for_each_sequences(in, call, packed, [&](const AttentionSequences& sequences) {
-        if (plan.kept != nullptr) launch_selection(call, sequences, plan.kept, stream);
-        if (plan.way == Way::decode) launch_decode(call, sequences, plan.decode, plan.out, stream);
-        if (plan.way == Way::warpgroups) launch_warpgroup_forward(call, sequences, plan.out, stream);
-        if (plan.way == Way::warps) launch_warp_forward(call, sequences, plan.out, stream);
+    for_each_sequences(in, call, packed, [&](const AttentionPass& pass) {
+        if (plan.kept != nullptr) launch_selection(pass, plan.kept, stream);
+        if (plan.way == Way::decode) launch_decode(pass, plan.decode, plan.out, stream);
+        if (plan.way == Way::warpgroups) launch_warpgroup_forward(pass, plan.out, stream);
+        if (plan.way == Way::warps) launch_warp_forward(pass, plan.out, stream);
         if (plan.way == Way::split) {
-            launch_split(call, sequences, plan.split, {}, stream);
-            launch_split_forward(call, sequences, plan.split, plan.out, stream);
+            launch_split(pass, plan.split, {}, stream);
+            launch_split_forward(pass, plan.split, plan.out, stream);
         }
         if (plan.wide)
-            launch_wide_forward(call, sequences, plan.out, stream);
+            launch_wide_forward(pass, plan.out, stream);
         else
-            launch_attention_forward(call, sequences, planes_of(in), plan.out, stream);
+            launch_attention_forward(pass, planes_of(in), plan.out, stream);
     });
-}
-
-std::string refuse_attention(const core::AttentionInputs& in, core::Index most) {
-    for (const auto& [name, t] : {std::pair("q", &in.q), std::pair("v", &in.v)})
-        if (t->shape[3] > most)
-            return std::string(name) + ": dimension 3 is " + std::to_string(t->shape[3]) + ", expected at most " +
-                   std::to_string(most) + " on a GPU";
-    if (in.k_scale || in.v_scale)
-        return std::string(in.k_scale ? "k" : "v") + " has a scale: the CUDA engine expands no small numbers yet";
-    if (in.block_table && in.block_table.device.is_cpu() && !in.q.device.is_cpu())
-        return "block_table lies on the host, expected on the device of q";
-    return "";
 }
 
 }  // namespace softdelta::cuda

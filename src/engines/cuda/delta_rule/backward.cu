@@ -83,6 +83,14 @@ DeltaCall gradient_call(const core::DeltaInputs& in, const core::DeltaOptions& o
     return call;
 }
 
+// Lists and tiles are parts of the workspace.
+ChunkGradients gradients_in(const engines::DeltaBackward& of, MemoryParts& parts) {
+    const DeltaCall call = gradient_call(of.in, of.options);
+    const ChunkSequences sequences = chunk_sequences(of.in, of.options, {}, {}, parts);
+    return {call, sequences, saved_chunks(call, of.in, of.out, of.execution.kept != nullptr, parts),
+            gradient_views(of.out)};
+}
+
 // Where an event announces the gradients of final states, the scan that needs none runs until then. Where an event
 // reports those of initial states, they are computed first. Otherwise both scans run as one grid.
 void run_sequences(const Card& card, const ChunkGradients& of, bool keeps, const core::Handover& handover,
@@ -149,28 +157,20 @@ bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions
            in.q.shape[1] <= most_tokens;
 }
 
-std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                     const core::DeltaGradients& grad, const core::Execution& execution) {
-    MemoryParts parts(nullptr);
-    chunk_sequences(in, options, {}, {}, parts);
-    saved_chunks(gradient_call(in, options), in, grad, execution.kept != nullptr, parts);
-    return Workspace::with_alignment(parts.used());
+std::size_t chunk_backward_workspace(const engines::DeltaBackward& given) {
+    return Workspace::with_alignment(bytes_of([&](MemoryParts& parts) { gradients_in(given, parts); }));
 }
 
-void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                    const core::DeltaGradients& grad, const core::Handover& handover) {
-    const OnDevice device(in.q.device);
-    const cudaStream_t stream = stream_of(execution);
-    const DeltaCall call = gradient_call(in, options);
-    const KeptChunks kept = kept_chunks(call, in, execution);
-    MemoryParts count(nullptr);
-    chunk_sequences(in, options, {}, {}, count);
-    saved_chunks(call, in, grad, execution.kept != nullptr, count);
-    const Workspace workspace(execution, count.used());
+void chunk_backward(const engines::DeltaBackward& given) {
+    const OnDevice device(given.in.q.device);
+    const cudaStream_t stream = stream_of(given.execution);
+    const Workspace workspace(given.execution, bytes_of([&](MemoryParts& parts) { gradients_in(given, parts); }));
     MemoryParts parts(workspace.data());
-    const ChunkSequences sequences = chunk_sequences(in, options, {}, {}, parts);
-    const SavedChunks saved = saved_chunks(call, in, grad, execution.kept != nullptr, parts);
-    const ChunkGradients of{call, sequences, saved, gradient_views(grad)};
+    const ChunkGradients of = gradients_in(given, parts);
+    const DeltaCall& call = of.call;
+    const ChunkSequences& sequences = of.sequences;
+    const SavedChunks& saved = of.saved;
+    const KeptChunks kept = kept_chunks(call, given.in, given.execution);
     GradientMemory sums;  // of shares alone
     if (saved.shares) {
         sums.shares = saved.shares;
@@ -180,8 +180,8 @@ void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& optio
         const auto bytes = static_cast<std::size_t>(2 * sums.slots * saved.heads * sums.channels) * sizeof(double);
         check(cudaMemsetAsync(saved.shares, 0, bytes, stream), "clearing memory");
     }
-    list_chunks(in, {}, sequences, stream);
-    run(in, of, kept, handover, stream);
+    list_chunks(given.in, {}, sequences, stream);
+    run(given.in, of, kept, given.handover, stream);
     if (saved.shares) launch_sum_shares(call, of.grad, sums, stream);
 }
 

@@ -30,14 +30,16 @@ Card chunk_card(const core::DeltaInputs& in) {
     return card;
 }
 
-ChunkPlan chunk_plan(Level level, const core::DeltaInputs& in, const core::DeltaOptions& options, bool keeps,
-                     const ChunkOutputs& out, const core::Tensor& states, const TokenRange& taken, MemoryParts& parts) {
+ChunkPlan chunk_plan(Level level, const engines::DeltaForward& given, const ChunkOutputs& out,
+                     const core::Tensor& states, const TokenRange& taken, MemoryParts& parts) {
+    const core::DeltaInputs& in = given.in;
+    const bool keeps = given.execution.kept != nullptr;
     ChunkPlan p;
     ChunkForward& of = p.pass;
-    of.call = delta_call(in, options);
+    of.call = delta_call(in, given.options);
     of.out = out;
     const Index sequences = core::sequence_count(in), chunks = chunk_slots(in) * of.call.heads;
-    of.sequences = chunk_sequences(in, options, states, taken, parts);
+    of.sequences = chunk_sequences(in, given.options, states, taken, parts);
     p.folding = folding_blocks(level, of.call, sequences, keeps, in.q.device);
     of.folded.heads = of.flags.heads = of.call.heads;
     const int bytes = p.folding > 0 ? scored_record_bytes : chunk_record_bytes(level, of.call);
@@ -87,11 +89,10 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
 
 KeptChunks kept_chunks(const DeltaCall& call, const core::DeltaInputs& in, const core::Execution& execution) {
     if (execution.kept == nullptr) return {};
-    MemoryParts count(nullptr);
-    kept_chunks(call, in, count);
-    if (execution.kept_size < count.used())
+    const std::size_t least = bytes_of([&](MemoryParts& parts) { kept_chunks(call, in, parts); });
+    if (execution.kept_size < least)
         throw core::InvalidArgument("execution.kept_size: " + std::to_string(execution.kept_size) + ", expected " +
-                                    std::to_string(count.used()) + " or more");
+                                    std::to_string(least) + " or more");
     if (reinterpret_cast<std::uintptr_t>(execution.kept) % MemoryParts::alignment != 0)
         throw core::InvalidArgument("execution.kept: expected an address that is a multiple of " +
                                     std::to_string(MemoryParts::alignment));
@@ -104,36 +105,29 @@ std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOption
     constexpr Index narrow = 64;  // where the passes have states of different sizes
     const bool wide_keys = call.gate == core::Gate::channel || call.own_p || call.key_size > narrow;
     if (!wide_keys && (call.erase != core::Erase::nothing || call.value_size <= narrow)) return 0;
-    MemoryParts parts(nullptr);
-    kept_chunks(call, in, parts);
-    return parts.used();
+    return bytes_of([&](MemoryParts& parts) { kept_chunks(call, in, parts); });
 }
 
-std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                    const core::Execution& execution) {
-    MemoryParts parts(nullptr);
-    chunk_plan(chunk_card(in).level, in, options, execution.kept != nullptr, {}, {}, {}, parts);
-    return Workspace::with_alignment(parts.used());
+std::size_t chunk_forward_workspace(const engines::DeltaForward& of) {
+    const Level level = chunk_card(of.in).level;
+    return Workspace::with_alignment(bytes_of([&](MemoryParts& parts) { chunk_plan(level, of, {}, {}, {}, parts); }));
 }
 
-void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken) {
+void chunk_forward(const engines::DeltaForward& given, const core::Handover& handover, const TokenRange& taken) {
+    const auto& [in, options, execution, out, unused] = given;
     const OnDevice device(in.q.device);
     const cudaStream_t stream = stream_of(execution);
     const DeltaCall call = delta_call(in, options);
     const Card card = chunk_card(in);
     const ChunkOutputs outputs{view_of(out.o), view_of(out.final_state), view_of(out.states),
                                kept_chunks(call, in, execution)};
-    const bool keeps = execution.kept != nullptr;
     const auto plan_in = [&](MemoryParts& parts) {
-        return chunk_plan(card.level, in, options, keeps, outputs, out.final_state, taken, parts);
+        return chunk_plan(card.level, given, outputs, given.out.final_state, taken, parts);
     };
-    MemoryParts count(nullptr);
-    plan_in(count);
-    const Workspace workspace(execution, count.used());
+    const Workspace workspace(execution, bytes_of(plan_in));
     MemoryParts parts(workspace.data());
     const ChunkPlan plan = plan_in(parts);
-    if (keeps && folds_into_kept(call)) {
+    if (execution.kept != nullptr && folds_into_kept(call)) {
         const auto bytes = static_cast<std::size_t>(chunk_slots(in) * call.heads) * sizeof(int);
         check(cudaMemsetAsync(outputs.kept.by_token, 0, bytes, stream), "clearing memory");
     }

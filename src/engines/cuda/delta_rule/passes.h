@@ -2,12 +2,8 @@
 // and few tokens with states in registers (decode).
 #pragma once
 
-#include <cstddef>
-
-#include "core/delta_rule.h"
-#include "core/execution.h"
-#include "core/handover.h"
 #include "engines/cuda/delta_rule/lengths.h"
+#include "engines/engine.h"
 
 namespace softdelta::cuda {
 
@@ -19,16 +15,13 @@ bool takes_chunks(const core::DeltaInputs& in, const core::DeltaOptions& options
 bool takes_chunk_gradients(const core::DeltaInputs& in, const core::DeltaOptions& options,
                            const core::DeltaGradients& grad);
 
-std::size_t chunk_forward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                    const core::Execution& execution);
+std::size_t chunk_forward_workspace(const engines::DeltaForward& of);
 // What a call in chunks writes to execution.kept; 0: nothing.
 std::size_t chunk_kept_size(const core::DeltaInputs& in, const core::DeltaOptions& options);
-void chunk_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                   const core::DeltaOutputs& out, const core::Handover& handover, const TokenRange& taken);
-std::size_t chunk_backward_workspace(const core::DeltaInputs& in, const core::DeltaOptions& options,
-                                     const core::DeltaGradients& grad, const core::Execution& execution);
-void chunk_backward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,
-                    const core::DeltaGradients& grad, const core::Handover& handover);
+// handover: the call's, or what other kernels leave of it.
+void chunk_forward(const engines::DeltaForward& of, const core::Handover& handover, const TokenRange& taken);
+std::size_t chunk_backward_workspace(const engines::DeltaBackward& of);
+void chunk_backward(const engines::DeltaBackward& of);
 
 // Whatever the chunk form does not take.
 void tokens_forward(const core::DeltaInputs& in, const core::DeltaOptions& options, const core::Execution& execution,

@@ -29,6 +29,14 @@ class MemoryParts {
     std::size_t used_ = 0;
 };
 
+// What make(parts) takes.
+template <class Make>
+std::size_t bytes_of(const Make& make) {
+    MemoryParts counted(nullptr);
+    make(counted);
+    return counted.used();
+}
+
 class Workspace {
   public:
     // What a caller must provide so that `bytes` lie aligned in it.

@@ -16,7 +16,7 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int threads = 128, most_width = 16;
+constexpr int threads = 128, most_width = static_cast<int>(most_convolution_width);
 constexpr int forward_tile = 32, backward_tile = 64;  // tokens
 constexpr int step = 4;                               // tokens whose loads are on their way together
 
@@ -247,12 +247,6 @@ std::size_t sums_bytes(const engines::ConvolutionBackward& call) {
 }
 
 }  // namespace
-
-std::string refuse_convolution(const core::ConvolutionInputs& in) {
-    if (in.weight.shape[1] <= most_width) return "";
-    return "weight: dimension 1 is " + std::to_string(in.weight.shape[1]) + ", expected at most " +
-           std::to_string(most_width) + " on a GPU";
-}
 
 void convolution_forward(const engines::ConvolutionForward& call) {
     const OnDevice on(call.in.x.device);

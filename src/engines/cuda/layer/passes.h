@@ -7,8 +7,7 @@
 
 namespace softdelta::cuda {
 
-// "": every call but of wider weights.
-std::string refuse_convolution(const core::ConvolutionInputs& in);
+inline constexpr core::Index most_convolution_width = 16;  // of its weights
 void convolution_forward(const engines::ConvolutionForward& call);
 void convolution_backward(const engines::ConvolutionBackward& call);
 std::size_t convolution_backward_workspace(const engines::ConvolutionBackward& call);

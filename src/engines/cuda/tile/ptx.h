@@ -262,29 +262,6 @@ SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 16, __nv_bfloat16, "bf16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply, 16, __half, "f16", "0")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 8, __nv_bfloat16, "bf16", "1")
 SOFTDELTA_LEFT_IN_SHARED(warpgroup_multiply_mn_major, 16, __nv_bfloat16, "bf16", "1")
-#undef SOFTDELTA_FOUR
-#undef SOFTDELTA_SUMS
-#undef SOFTDELTA_SUMS_4
-#undef SOFTDELTA_SUMS_8
-#undef SOFTDELTA_SUMS_16
-#undef SOFTDELTA_SHAPE_4
-#undef SOFTDELTA_SHAPE_8
-#undef SOFTDELTA_SHAPE_16
-#undef SOFTDELTA_TO_4
-#undef SOFTDELTA_TO_8
-#undef SOFTDELTA_TO_16
-#undef SOFTDELTA_ADD_4
-#undef SOFTDELTA_ADD_8
-#undef SOFTDELTA_ADD_16
-#undef SOFTDELTA_OF_REGISTERS_4
-#undef SOFTDELTA_OF_REGISTERS_8
-#undef SOFTDELTA_OF_REGISTERS_16
-#undef SOFTDELTA_OF_SHARED_4
-#undef SOFTDELTA_OF_SHARED_8
-#undef SOFTDELTA_OF_SHARED_16
-#undef SOFTDELTA_PRODUCT
-#undef SOFTDELTA_LEFT_IN_REGISTERS
-#undef SOFTDELTA_LEFT_IN_SHARED
 
 // Counters of arrivals in shared memory, on sm_90 and newer. A phase ends when all have arrived; wait() waits until the
 // last phase of that parity is over, of which the one before the first has parity 1.

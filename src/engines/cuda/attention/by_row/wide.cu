@@ -13,12 +13,12 @@ namespace {
 constexpr int wide_threads = 128, most_channels = most_forward_channels,
               own_channels = (most_channels + wide_threads - 1) / wide_threads;
 
-__global__ void __launch_bounds__(wide_threads) wide_forward_kernel(const __grid_constant__ AttentionCall call,
-                                                               const __grid_constant__ AttentionSequences sequences,
-                                                               const __grid_constant__ ForwardOutputs out) {
-    const RowTile own = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
+__global__ void __launch_bounds__(wide_threads)
+    wide_forward_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ ForwardOutputs out) {
+    const AttentionCall& call = pass.call;
+    const RowTile own = pass.sequences.tile(pass.sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
     if (!own) return;
-    const AttentionSequence s = sequences[own.i];
+    const AttentionSequence s = pass.sequences[own.i];
     const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.y);
     const Index i = own.first + blockIdx.x % tile_rows;
     if (i >= s.q_count || !out.redo.takes(own, call.heads, head)) return;
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(wide_threads) wide_forward_kernel(const __grid
 
 }  // namespace
 
-void launch_wide_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                         cudaStream_t stream) {
+void launch_wide_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream) {
     launch(wide_forward_kernel,
-           {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
-                                  sequences),
-            wide_threads, most_channels * static_cast<int>(sizeof(float)) + wide_threads * static_cast<int>(sizeof(double))},
-           stream, "attention of many channels", call, sequences, out);
+           {row_block_grid<false>(row_blocks(pass.sequences.of_queries, pass.call.queries, 1), pass.call.heads,
+                                  pass.sequences.of_queries, pass.sequences),
+            wide_threads,
+            most_channels * static_cast<int>(sizeof(float)) + wide_threads * static_cast<int>(sizeof(double))},
+           stream, "attention of many channels", pass, out);
 }
 
 }  // namespace softdelta::cuda

@@ -14,8 +14,8 @@ class BiasGradient {
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
-    __device__ BiasGradient(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad)
-        : call_(call), sequences_(sequences), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
+    __device__ BiasGradient(const AttentionPass& pass, const Gradients& grad)
+        : call_(pass.call), sequences_(pass.sequences), grad_(grad), thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void take_bias() {
         if (!takes_any_bias()) return;
@@ -141,18 +141,16 @@ class BiasGradient {
 
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::threads)
-    bias_gradient_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    bias_gradient_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
-    BiasGradient<Tiles>(call, sequences, grad).take_bias();
+    BiasGradient<Tiles>(pass, grad).take_bias();
 }
 
 }  // namespace
 
-void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                          const Gradients& grad, cudaStream_t stream) {
-    with_gradient_tiles(call, planes, [&]<class Tiles>() {
-        const Index batches = grad.bias_batches == 1 ? 1 : sequences.count;
+void launch_bias_gradient(const AttentionPass& pass, int planes, const Gradients& grad, cudaStream_t stream) {
+    with_gradient_tiles(pass.call, planes, [&]<class Tiles>() {
+        const Index batches = grad.bias_batches == 1 ? 1 : pass.sequences.count;
         const Index all = blocks_of(grad.bias_queries, Tiles::block_rows) * blocks_of(grad.bias_keys, Tiles::streamed);
         const bool few = grad.redo_keys.may_take_none();
         launch(bias_gradient_kernel<Tiles>,
@@ -160,7 +158,7 @@ void launch_bias_gradient(const AttentionCall& call, const AttentionSequences& s
                 Tiles::threads,
                 Tiles::shared_bytes,
                 grad.redo_keys.early},
-               stream, "attention's gradient of bias", call, sequences, grad);
+               stream, "attention's gradient of bias", pass, grad);
     });
 }
 

@@ -31,9 +31,8 @@ class AttentionForward {
     static constexpr int bias_at = QueryTile::bytes + 2 * KeyTile::bytes, nonfinite_at = bias_at + Bias::bytes;
     static constexpr int shared_bytes = nonfinite_at + N * static_cast<int>(sizeof(int));
 
-    __device__ AttentionForward(const AttentionCall& call, const AttentionSequences& sequences,
-                                const ForwardOutputs& out, const RowTile& at)
-        : call_(call), out_(out), s_(sequences[at.i]), at_(at) {}
+    __device__ AttentionForward(const AttentionPass& pass, const ForwardOutputs& out, const RowTile& at)
+        : call_(pass.call), out_(out), s_(pass.sequences[at.i]), at_(at) {}
 
     __device__ void run() {
         if (first_ >= s_.q_count || !out_.redo.takes(at_, call_.heads, head_)) return;
@@ -135,28 +134,25 @@ class AttentionForward {
 
 template <class Forward, bool few>
 __global__ void __launch_bounds__(Forward::threads)
-    attention_forward_kernel(const __grid_constant__ AttentionCall call,
-                             const __grid_constant__ AttentionSequences sequences,
-                             const __grid_constant__ ForwardOutputs out) {
+    attention_forward_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ ForwardOutputs out) {
     if constexpr (few) ptx::follow_launch_before();
-    for_each_block<few>(out.redo, sequences, sequences.of_queries, call.heads, static_cast<int>(blockIdx.y),
-                        call.queries, Forward::block_queries,
-                        [&](const RowTile& at) { Forward(call, sequences, out, at).run(); });
+    for_each_block<few>(out.redo, pass.sequences, pass.sequences.of_queries, pass.call.heads,
+                        static_cast<int>(blockIdx.y), pass.call.queries, Forward::block_queries,
+                        [&](const RowTile& at) { Forward(pass, out, at).run(); });
 }
 
 }  // namespace
 
-void launch_attention_forward(const AttentionCall& call, const AttentionSequences& sequences, int planes,
-                              const ForwardOutputs& out, cudaStream_t stream) {
+void launch_attention_forward(const AttentionPass& pass, int planes, const ForwardOutputs& out, cudaStream_t stream) {
     const auto run = [&]<class Forward, bool few>() {
-        const TileList& list = sequences.of_queries;
-        const Index rows = row_blocks(list, call.queries, Forward::block_queries);
+        const TileList& list = pass.sequences.of_queries;
+        const Index rows = row_blocks(list, pass.call.queries, Forward::block_queries);
         launch(attention_forward_kernel<Forward, few>,
-               {row_block_grid<few>(rows, call.heads, list, sequences), Forward::threads, Forward::shared_bytes,
-                few && out.redo.early},
-               stream, "attention forward", call, sequences, out);
+               {row_block_grid<few>(rows, pass.call.heads, list, pass.sequences), Forward::threads,
+                Forward::shared_bytes, few && out.redo.early},
+               stream, "attention forward", pass, out);
     };
-    with_kernel(call, planes, [&]<int p, int columns>() {
+    with_kernel(pass.call, planes, [&]<int p, int columns>() {
         with_room<AttentionForward<p, columns, false>::shared_bytes>([&]<bool small>() {
             using Forward = AttentionForward<p, columns, small>;
             with_few(out.redo, [&]<bool few>() { run.template operator()<Forward, few>(); });

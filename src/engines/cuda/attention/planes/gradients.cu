@@ -16,12 +16,11 @@ class GradientWalk {
     static constexpr int N = Tiles::streamed, M = Tiles::block_rows, threads = Tiles::threads;
 
   public:
-    __device__ GradientWalk(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                            const RowTile& at, int head)
-        : call_(call),
+    __device__ GradientWalk(const AttentionPass& pass, const Gradients& grad, const RowTile& at, int head)
+        : call_(pass.call),
           grad_(grad),
-          s_(sequences[at.i]),
-          packed_(by_key ? sequences.of_keys : sequences.of_queries),
+          s_(pass.sequences[at.i]),
+          packed_(by_key ? pass.sequences.of_keys : pass.sequences.of_queries),
           head_(head),
           first_(at.first) {}
 
@@ -108,44 +107,42 @@ class GradientWalk {
 };
 
 template <class Tiles, bool few, bool by_key, bool with_dx, bool with_dv>
-__device__ void take_blocks(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                            int head) {
+__device__ void take_blocks(const AttentionPass& pass, const Gradients& grad, int head) {
+    const AttentionCall& call = pass.call;
     const Redo& redo = by_key ? grad.redo_keys : grad.redo_queries;
     const int heads = by_key ? call.heads / call.group : call.heads;
-    for_each_block<few>(redo, sequences, by_key ? sequences.of_keys : sequences.of_queries, heads, head,
+    for_each_block<few>(redo, pass.sequences, by_key ? pass.sequences.of_keys : pass.sequences.of_queries, heads, head,
                         by_key ? call.keys : call.queries, Tiles::block_rows, [&](const RowTile& at) {
                             if (redo.takes(at, heads, head))
-                                GradientWalk<Tiles, by_key, with_dx, with_dv>(call, sequences, grad, at, head).run();
+                                GradientWalk<Tiles, by_key, with_dx, with_dv>(pass, grad, at, head).run();
                         });
 }
 
 template <class Tiles, bool by_key, bool with_dx, bool with_dv>
 __global__ void __launch_bounds__(Tiles::threads)
-    gradient_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
-                    const __grid_constant__ Gradients grad) {
-    take_blocks<Tiles, false, by_key, with_dx, with_dv>(call, sequences, grad, static_cast<int>(blockIdx.y));
+    gradient_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad) {
+    take_blocks<Tiles, false, by_key, with_dx, with_dv>(pass, grad, static_cast<int>(blockIdx.y));
 }
 // What kernels of warpgroups have left, all in one launch: query heads, and after them key heads.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::threads)
-    left_gradient_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    left_gradient_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad) {
     ptx::follow_launch_before();
-    const int query_heads = grad.dq ? call.heads : 0, head = static_cast<int>(blockIdx.y);
+    const int query_heads = grad.dq ? pass.call.heads : 0, head = static_cast<int>(blockIdx.y);
     const bool of_keys = head >= query_heads;
-    if (blockIdx.z > 0 && (of_keys ? sequences.of_keys : sequences.of_queries)) return;
-    if (!of_keys) return take_blocks<Tiles, true, false, true, false>(call, sequences, grad, head);
+    if (blockIdx.z > 0 && (of_keys ? pass.sequences.of_keys : pass.sequences.of_queries)) return;
+    if (!of_keys) return take_blocks<Tiles, true, false, true, false>(pass, grad, head);
     if constexpr (Tiles::columns <= 128) {
-        take_blocks<Tiles, true, true, true, true>(call, sequences, grad, head - query_heads);
+        take_blocks<Tiles, true, true, true, true>(pass, grad, head - query_heads);
     } else {
-        take_blocks<Tiles, true, true, true, false>(call, sequences, grad, head - query_heads);
-        take_blocks<Tiles, true, true, false, true>(call, sequences, grad, head - query_heads);
+        take_blocks<Tiles, true, true, true, false>(pass, grad, head - query_heads);
+        take_blocks<Tiles, true, true, false, true>(pass, grad, head - query_heads);
     }
 }
 
 template <class Tiles>
-void launch_left(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                 cudaStream_t stream) {
+void launch_left(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    const auto& [call, sequences] = pass;
     const auto blocks = [](const TileList& list, Index rows) { return row_blocks(list, rows, Tiles::block_rows); };
     const Index most = std::max(grad.dq ? blocks(sequences.of_queries, call.queries) : 0,
                                 grad.dk || grad.dv ? blocks(sequences.of_keys, call.keys) : 0);
@@ -154,32 +151,31 @@ void launch_left(const AttentionCall& call, const AttentionSequences& sequences,
     if (heads > 65535) {  // of a grid, in its second dimension
         Gradients part = grad;
         part.dk = part.dv = {};
-        launch_left<Tiles>(call, sequences, part, stream);
+        launch_left<Tiles>(pass, part, stream);
         part = grad;
         part.dq = {};
-        return launch_left<Tiles>(call, sequences, part, stream);
+        return launch_left<Tiles>(pass, part, stream);
     }
     launch(left_gradient_kernel<Tiles>,
            {{few_blocks(most, heads * z), heads, z}, Tiles::threads, Tiles::shared_bytes, grad.redo_keys.early}, stream,
-           "attention's gradients of q, k and v", call, sequences, grad);
+           "attention's gradients of q, k and v", pass, grad);
 }
 
 }  // namespace
 
-void launch_gradients(const AttentionCall& call, const AttentionSequences& sequences, int planes, const Gradients& grad,
-                      cudaStream_t stream) {
+void launch_gradients(const AttentionPass& pass, int planes, const Gradients& grad, cudaStream_t stream) {
+    const AttentionCall& call = pass.call;
     if (!grad.dq && !grad.dk && !grad.dv) return;
     with_gradient_tiles(call, planes, [&]<class Tiles>() {
         if constexpr (!Tiles::is_small)  // cards with warpgroups have more memory
-            if (grad.redo_keys.may_take_none()) return launch_left<Tiles>(call, sequences, grad, stream);
+            if (grad.redo_keys.may_take_none()) return launch_left<Tiles>(pass, grad, stream);
         const auto run = [&]<bool by_key, bool with_dx, bool with_dv>() {
-            const TileList& list = by_key ? sequences.of_keys : sequences.of_queries;
+            const TileList& list = by_key ? pass.sequences.of_keys : pass.sequences.of_queries;
             const Index blocks = row_blocks(list, by_key ? call.keys : call.queries, Tiles::block_rows);
             launch(gradient_kernel<Tiles, by_key, with_dx, with_dv>,
-                   {row_block_grid<false>(blocks, by_key ? call.heads / call.group : call.heads, list, sequences),
+                   {row_block_grid<false>(blocks, by_key ? call.heads / call.group : call.heads, list, pass.sequences),
                     Tiles::threads, Tiles::shared_bytes},
-                   stream, by_key ? "attention's gradients of k and v" : "attention's gradient of q", call, sequences,
-                   grad);
+                   stream, by_key ? "attention's gradients of k and v" : "attention's gradient of q", pass, grad);
         };
         if (grad.dq) run.template operator()<false, true, false>();
         if constexpr (Tiles::columns <= 128) {

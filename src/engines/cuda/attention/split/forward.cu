@@ -20,7 +20,6 @@ namespace {
 
 using namespace warpgroup;
 
-
 // A block's shared memory: q, then stages of k and of v; mbarriers; the sequence.
 template <int columns>
 struct ForwardTiles {
@@ -138,10 +137,10 @@ struct ForwardBlock {
 
 template <int columns, bool added>
 __global__ void __launch_bounds__(block_threads, 1)
-    split_forward_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences,
-                         const __grid_constant__ SplitOperands split, const __grid_constant__ ForwardOutputs out) {
+    split_forward_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ SplitOperands split,
+                         const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
+        const auto& [call, sequences] = pass;
         using Tiles = ForwardTiles<columns>;
         if (out.far_lse && *out.redo.any == 0) return;
         const int head = static_cast<int>(blockIdx.x), key_head = head / call.group;
@@ -157,17 +156,9 @@ __global__ void __launch_bounds__(block_threads, 1)
         }
         __syncthreads();
         const int first = static_cast<int>(at.first);
-        const ForwardBlock<columns, added> block{m,
-                                                 call,
-                                                 split,
-                                                 out,
-                                                 s,
-                                                 head,
-                                                 first,
-                                                 split.q.at(at, head),
-                                                 split.k.at(keys, key_head),
-                                                 split.v.at(keys, key_head),
-                                                 keys_of_block<split_rows>(call, s, first)};
+        const ForwardBlock<columns, added> block(m, call, split, out, s, head, first, split.q.at(at, head),
+                                                 split.k.at(keys, key_head), split.v.at(keys, key_head),
+                                                 keys_of_block<split_rows>(call, s, first));
         share_roles(
             [&] {
                 if (threadIdx.x == 0) block.produce();
@@ -182,13 +173,12 @@ __global__ void __launch_bounds__(block_threads, 1)
 
 }  // namespace
 
-void launch_split_forward(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                          const ForwardOutputs& out, cudaStream_t stream) {
-    with_split_kernel(call, split, [&]<int columns, bool added>() {
+void launch_split_forward(const AttentionPass& pass, const SplitOperands& split, const ForwardOutputs& out,
+                          cudaStream_t stream) {
+    with_split_kernel(pass.call, split, [&]<int columns, bool added>() {
         launch(split_forward_kernel<columns, added>,
-               {tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
-                ForwardTiles<columns>::bytes},
-               stream, "attention forward of split operands", call, sequences, split, out);
+               {pass.query_tiles(pass.call.heads), block_threads, ForwardTiles<columns>::bytes}, stream,
+               "attention forward of split operands", pass, split, out);
     });
 }
 

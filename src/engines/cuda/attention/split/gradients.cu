@@ -225,10 +225,10 @@ struct GradientBlock {
 
 template <int columns, bool by_key, bool added>
 __global__ void __launch_bounds__(block_threads, 1)
-    split_gradient_kernel(const __grid_constant__ AttentionCall call,
-                          const __grid_constant__ AttentionSequences sequences,
-                          const __grid_constant__ SplitOperands split, const __grid_constant__ Gradients grad) {
+    split_gradient_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ SplitOperands split,
+                          const __grid_constant__ Gradients grad) {
     if constexpr (ptx::has_warpgroups) {
+        const auto& [call, sequences] = pass;
         using Tiles = GradientTiles<columns>;
         const int head = static_cast<int>(blockIdx.x), heads = by_key ? call.heads / call.group : call.heads;
         const TileList &own = by_key ? sequences.of_keys : sequences.of_queries,
@@ -245,18 +245,9 @@ __global__ void __launch_bounds__(block_threads, 1)
             m.ring().start(32, 4 * consumers);
         }
         __syncthreads();
-        const GradientBlock<columns, by_key, added> block{m,
-                                                          call,
-                                                          split,
-                                                          grad,
-                                                          s,
-                                                          at,
-                                                          from,
-                                                          head,
-                                                          static_cast<int>(at.first),
-                                                          by_key && !own ? call.keys
-                                                          : by_key       ? s.k_count
-                                                                         : s.q_count};
+        const Index rows = !by_key ? s.q_count : own ? s.k_count : call.keys;
+        const GradientBlock<columns, by_key, added> block(m, call, split, grad, s, at, from, head,
+                                                          static_cast<int>(at.first), rows);
         share_roles(
             [&] {
                 const int thread = static_cast<int>(threadIdx.x);
@@ -275,19 +266,18 @@ __global__ void __launch_bounds__(block_threads, 1)
 
 }  // namespace
 
-void launch_split_gradients(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                            const Gradients& grad, cudaStream_t stream) {
+void launch_split_gradients(const AttentionPass& pass, const SplitOperands& split, const Gradients& grad,
+                            cudaStream_t stream) {
+    const AttentionCall& call = pass.call;
     with_split_kernel(call, split, [&]<int columns, bool added>() {
-        const Grid by_key{tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count),
-                          block_threads, GradientTiles<columns>::bytes};
-        const Grid by_query{tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), block_threads,
-                            GradientTiles<columns>::bytes};
+        const Grid by_key{pass.key_tiles(call.heads / call.group), block_threads, GradientTiles<columns>::bytes};
+        const Grid by_query{pass.query_tiles(call.heads), block_threads, GradientTiles<columns>::bytes};
         if (grad.dk || grad.dv || grad.dbias)
             launch(split_gradient_kernel<columns, true, added>, by_key, stream, "attention's split gradients by key",
-                   call, sequences, split, grad);
+                   pass, split, grad);
         if (grad.dq)
             launch(split_gradient_kernel<columns, false, added>, by_query, stream,
-                   "attention's split gradient by query", call, sequences, split, grad);
+                   "attention's split gradient by query", pass, split, grad);
     });
 }
 

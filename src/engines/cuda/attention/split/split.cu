@@ -14,8 +14,9 @@ constexpr int threads = 256;
 
 template <int columns>
 __global__ void __launch_bounds__(threads)
-    split_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
-                 const __grid_constant__ View view, bool of_keys, int channels, const __grid_constant__ SplitRows to) {
+    split_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ View view, bool of_keys,
+                 int channels, const __grid_constant__ SplitRows to) {
+    const AttentionSequences& sequences = pass.sequences;
     constexpr int units = columns / 8, rows_at_once = threads / units, turns = split_rows / rows_at_once;
     constexpr float spread = 0x1p-16F;
     auto* const largest = reinterpret_cast<float*>(ptx::shared_memory());  // of each row
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(threads)
     const int head = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x), odd = blockIdx.x % 2;
     const Index first = at.first + odd * split_rows;
     const Rows rows =
-        of_keys ? Rows::of_keys(view, call, s, head, channels) : Rows::of_queries(view, s, head, channels);
+        of_keys ? Rows::of_keys(view, pass.call, s, head, channels) : Rows::of_queries(view, s, head, channels);
     float x[turns][8];
     unrolled<turns>([&](int turn) {
         const int row = turn * rows_at_once + thread / units;
@@ -99,15 +100,15 @@ SplitOperands take_split_operands(const core::AttentionInputs& in, const Attenti
     return s;
 }
 
-void launch_split(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& to,
-                  const View& d_o, cudaStream_t stream) {
+void launch_split(const AttentionPass& pass, const SplitOperands& to, const View& d_o, cudaStream_t stream) {
+    const AttentionCall& call = pass.call;
     const auto take = [&](const View& view, bool of_keys, int channels, const SplitRows& rows) {
-        const TileList& list = of_keys ? sequences.of_keys : sequences.of_queries;
+        const TileList& list = of_keys ? pass.sequences.of_keys : pass.sequences.of_queries;
         const Index tiles = row_blocks(list, of_keys ? call.keys : call.queries, tile_rows);
-        const Blocks blocks(2 * tiles, rows.heads, list ? 1 : sequences.count);
+        const Blocks blocks(2 * tiles, rows.heads, list ? 1 : pass.sequences.count);
         launch(rows.columns == 64 ? split_kernel<64> : split_kernel<128>,
                {blocks, threads, split_rows * static_cast<int>(sizeof(float))}, stream, "attention's split operands",
-               call, sequences, view, of_keys, channels, rows);
+               pass, view, of_keys, channels, rows);
     };
     take(call.q, false, call.channels, to.q);
     take(call.k, true, call.channels, to.k);

@@ -58,12 +58,11 @@ void with_split_kernel(const AttentionCall& call, const SplitOperands& split, co
 bool takes_split(const core::AttentionInputs& in, const AttentionCall& call, const core::Tensor& d_o);
 SplitOperands take_split_operands(const core::AttentionInputs& in, const AttentionCall& call, bool with_d_o,
                                   MemoryParts& parts);
-void launch_split(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& to,
-                  const View& d_o, cudaStream_t stream);
-void launch_split_forward(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                          const ForwardOutputs& out, cudaStream_t stream);
+void launch_split(const AttentionPass& pass, const SplitOperands& to, const View& d_o, cudaStream_t stream);
+void launch_split_forward(const AttentionPass& pass, const SplitOperands& split, const ForwardOutputs& out,
+                          cudaStream_t stream);
 // dk and dv, dbias that nothing shares, and dq, of what is wanted.
-void launch_split_gradients(const AttentionCall& call, const AttentionSequences& sequences, const SplitOperands& split,
-                            const Gradients& grad, cudaStream_t stream);
+void launch_split_gradients(const AttentionPass& pass, const SplitOperands& split, const Gradients& grad,
+                            cudaStream_t stream);
 
 }  // namespace softdelta::cuda

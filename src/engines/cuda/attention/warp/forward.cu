@@ -129,37 +129,30 @@ struct WarpForward {
 
 template <class T, int columns, bool biased, int blocks>
 __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ? 2 : 1)
-    warp_forward_kernel(const __grid_constant__ AttentionCall call,
-                        const __grid_constant__ AttentionSequences sequences,
-                        const __grid_constant__ ForwardOutputs out) {
+    warp_forward_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ ForwardOutputs out) {
+    const AttentionCall& call = pass.call;
     const int head = static_cast<int>(blockIdx.x);
-    const RowTile at = sequences.tile_of_block(sequences.of_queries, true);
+    const RowTile at = pass.sequences.tile_of_block(pass.sequences.of_queries, true);
     if (!at) return out.redo.clear(at, call.heads, head);
     if (out.far_lse && *out.redo.at(at, call.heads, head) == 0) return;
-    const AttentionSequence& s = share_sequence(sequences, at.i, ForwardTiles<T, columns>::sequence_at);
-    WarpForward<T, columns, biased, blocks> of{{ptx::shared_address(ptx::shared_memory())},
-                                               call,
-                                               out,
-                                               s,
-                                               head,
-                                               static_cast<int>(at.first),
-                                               16 * blocks * warp::own_warp(),
-                                               static_cast<int>(threadIdx.x) % 32};
+    const AttentionSequence& s = share_sequence(pass.sequences, at.i, ForwardTiles<T, columns>::sequence_at);
+    const ForwardTiles<T, columns> tiles{ptx::shared_address(ptx::shared_memory())};
+    WarpForward<T, columns, biased, blocks> of(tiles, call, out, s, head, static_cast<int>(at.first),
+                                               16 * blocks * warp::own_warp(), static_cast<int>(threadIdx.x) % 32);
     const bool nonfinite = any<blocks>(of.run());
     if (threadIdx.x == 0) out.redo.mark(at, call.heads, head, nonfinite);
 }
 
 }  // namespace
 
-void launch_warp_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                         cudaStream_t stream) {
+void launch_warp_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream) {
+    const AttentionCall& call = pass.call;
     with_tiles<128>(call, [&]<class T, int columns>() {
         const auto launch_for = [&]<bool biased>() {
             constexpr int blocks = biased && columns > 64 ? 1 : 2;
             launch(warp_forward_kernel<T, columns, biased, blocks>,
-                   {tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count), threads<blocks>,
-                    ForwardTiles<T, columns>::bytes},
-                   stream, "attention forward by warps", call, sequences, out);
+                   {pass.query_tiles(call.heads), threads<blocks>, ForwardTiles<T, columns>::bytes}, stream,
+                   "attention forward by warps", pass, out);
         };
         call.bias || call.mask ? launch_for.template operator()<true>() : launch_for.template operator()<false>();
     });

@@ -237,8 +237,8 @@ struct Block {
 
 template <class T, int columns, bool biased, bool by_key, int blocks, bool with_ds>
 __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ? 2 : 1)
-    warp_gradient_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad) {
+    warp_gradient_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad) {
+    const auto& [call, sequences] = pass;
     using Tiles = GradientTiles<T, columns>;
     const int head = static_cast<int>(blockIdx.x) + (by_key ? 0 : grad.first_head);
     const int heads = by_key ? call.heads / call.group : call.heads;
@@ -248,14 +248,9 @@ __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ?
     bool left = by_key && redo.any[(sequences.first + at.i) * heads + head] != 0;  // a row of its queries is far
     if (!left) {
         const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
-        Block<T, columns, biased, blocks, with_ds> block{{ptx::shared_address(ptx::shared_memory())},
-                                                            call,
-                                                            grad,
-                                                            s,
-                                                            head,
-                                                            static_cast<int>(at.first),
-                                                            16 * blocks * warp::own_warp(),
-                                                            static_cast<int>(threadIdx.x) % 32};
+        Block<T, columns, biased, blocks, with_ds> block(
+            Tiles{ptx::shared_address(ptx::shared_memory())}, call, grad, s, head, static_cast<int>(at.first),
+            16 * blocks * warp::own_warp(), static_cast<int>(threadIdx.x) % 32);
         if constexpr (by_key)
             left = any<blocks>(block.by_key(sequences.of_keys ? s.k_count : call.keys));
         else
@@ -265,10 +260,9 @@ __global__ void __launch_bounds__(threads<blocks>, columns <= 64 || blocks > 1 ?
 }
 
 template <bool by_key>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                cudaStream_t stream) {
-    const Blocks grid = by_key ? tile_blocks(call.heads / call.group, sequences.of_keys, call.keys, sequences.count)
-                               : tile_blocks(grad.heads, sequences.of_queries, call.queries, sequences.count);
+void launch_for(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    const AttentionCall& call = pass.call;
+    const Blocks grid = by_key ? pass.key_tiles(call.heads / call.group) : pass.query_tiles(grad.heads);
     with_tiles<128>(call, [&]<class T, int columns>() {
         constexpr int blocks = by_key && columns > 64 ? 1 : 2;  // dk and dv together are as large
         auto* kernel = call.bias || call.mask ? warp_gradient_kernel<T, columns, true, by_key, blocks, false>
@@ -276,20 +270,14 @@ void launch_for(const AttentionCall& call, const AttentionSequences& sequences, 
         if constexpr (!by_key)
             if (grad.ds) kernel = warp_gradient_kernel<T, columns, true, by_key, blocks, true>;
         launch(kernel, {grid, threads<blocks>, GradientTiles<T, columns>::bytes}, stream,
-               by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", call,
-               sequences, grad);
+               by_key ? "attention's gradients of k and v by warps" : "attention's gradient of q by warps", pass, grad);
     });
 }
 
 }  // namespace
 
-void launch_warp_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                        cudaStream_t stream) {
-    launch_for<true>(call, sequences, grad, stream);
-}
-void launch_warp_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                          cudaStream_t stream) {
-    launch_for<false>(call, sequences, grad, stream);
+void launch_warp_gradients(bool by_key, const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    (by_key ? launch_for<true> : launch_for<false>)(pass, grad, stream);
 }
 
 }  // namespace softdelta::cuda

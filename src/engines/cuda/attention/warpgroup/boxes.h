@@ -9,7 +9,8 @@
 namespace softdelta::cuda::warpgroup {
 
 // Whether boxes end where a sequence does: those of a batch, and those that are cut for packed ones.
-inline bool are_whole(const AttentionCall& call, const AttentionSequences& s) {
+inline bool are_whole(const AttentionPass& pass) {
+    const auto& [call, s] = pass;
     return (s.table == nullptr || s.boxes != nullptr) && !s.in_use.given && call.block_rows == 0;
 }
 // Boxes number `which` of CutBoxes for the block's sequence, or of all where nothing is packed.
@@ -47,10 +48,10 @@ struct OperandBoxes {
     bool given = false;
 
     // Of blocks of so many rows of queries and keys; d_o may be absent.
-    static OperandBoxes of(const AttentionCall& call, const AttentionSequences& s, const View& d_o, int queries,
-                           int keys) {
+    static OperandBoxes of(const AttentionPass& pass, const View& d_o, int queries, int keys) {
+        const AttentionCall& call = pass.call;
         OperandBoxes b;
-        if (!are_whole(call, s)) return b;
+        if (!are_whole(pass)) return b;
         b.q = row_boxes(call.q, call, call.queries, call.heads, call.channels, queries);
         b.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, keys);
         b.v = row_boxes(call.v, call, call.keys, call.heads / call.group, call.value_channels, keys);
@@ -59,12 +60,13 @@ struct OperandBoxes {
         return b;
     }
     // A bias comes with the tiles; none is cut for packed sequences.
-    void add_bias(const AttentionCall& call, const AttentionSequences& s, int rows, int columns) {
-        if (given) bias = bias_boxes(call.bias, call, rows, columns);
-        given = bias.given && s.table == nullptr;
+    void add_bias(const AttentionPass& pass, int rows, int columns) {
+        if (given) bias = bias_boxes(pass.call.bias, pass.call, rows, columns);
+        given = bias.given && pass.sequences.table == nullptr;
     }
     // For each packed sequence its own, in this order: own_boxes().
-    void cut(const AttentionCall& call, const AttentionSequences& s, const View& of_d_o, cudaStream_t stream) const {
+    void cut(const AttentionPass& pass, const View& of_d_o, cudaStream_t stream) const {
+        const auto& [call, s] = pass;
         if (!given || s.boxes == nullptr) return;
         CutBoxes all;
         all.add(q, call.q, false), all.add(k, call.k, true), all.add(v, call.v, true);

@@ -346,10 +346,10 @@ struct KeyConsumer {
 
 template <class T, int columns, Between between, Of made, bool keeps, bool far>
 __global__ void __launch_bounds__(block_threads, 1)
-    warpgroup_key_kernel(const __grid_constant__ AttentionCall call,
-                         const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad,
+    warpgroup_key_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad,
                          const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
+        const auto& [call, sequences] = pass;
         using Block = KeyBlock<T, columns, between, made, keeps, far>;
         using Tiles = typename Block::Tiles;
         ptx::follow_launch_before();
@@ -360,15 +360,9 @@ __global__ void __launch_bounds__(block_threads, 1)
         const int number = (sequences.first + at.i) * (call.heads / call.group) + key_head;
         if (between != Between::cap && (grad.redo_keys.any[number] != 0) != far) return;
         take_own_boxes(boxes.given, sequences, at.i);
-        Block block{{ptx::shared_address(ptx::shared_memory())},
-                    call,
-                    boxes,
-                    grad,
-                    sequences,
-                    share_sequence(sequences, at.i, Tiles::sequence_at),
-                    key_head,
-                    static_cast<int>(at.first),
-                    {}};
+        const AttentionSequence& s = share_sequence(sequences, at.i, Tiles::sequence_at);
+        Block block(Tiles{ptx::shared_address(ptx::shared_memory())}, call, boxes, grad, sequences, s, key_head,
+                    static_cast<int>(at.first));
         if (threadIdx.x == 0) {
             block.m.ring().start(boxes.given ? Tiles::N : 2 * warpgroup_threads,
                                  4 * consumers + (block.stores_boxes() ? 1 : 0));
@@ -400,44 +394,41 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns, Between between, Of made, bool keeps = false, bool far = false>
-void launch_one(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                cudaStream_t stream) {
-    const Blocks blocks = tile_blocks(grad.heads / call.group, sequences.of_keys, call.keys, sequences.count);
+void launch_one(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    const Blocks blocks = pass.key_tiles(grad.heads / pass.call.group);
     using Tiles = KeyTiles<T, columns, between, made, keeps>;
     OperandBoxes boxes;
-    if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(call, sequences, grad.d_o, Tiles::N, M);
-    if (Tiles::has_tiles) boxes.add_bias(call, sequences, Tiles::N, 64);
-    if (Tiles::biased && sequences.table != nullptr) boxes.given = false;
+    if (columns <= 128 && !Tiles::masked) boxes = OperandBoxes::of(pass, grad.d_o, Tiles::N, M);
+    if (Tiles::has_tiles) boxes.add_bias(pass, Tiles::N, 64);
+    if (Tiles::biased && pass.sequences.table != nullptr) boxes.given = false;
     if (Tiles::holds_tiles && grad.ds && boxes.given) boxes.ds = score_boxes(grad.ds, Tiles::N);
-    boxes.cut(call, sequences, grad.d_o, stream);
+    boxes.cut(pass, grad.d_o, stream);
     launch(warpgroup_key_kernel<T, columns, between, made, keeps, far>, {blocks, block_threads, Tiles::bytes, true},
-           stream, "attention's gradients of k and v on warpgroups", call, sequences, grad, boxes);
+           stream, "attention's gradients of k and v on warpgroups", pass, grad, boxes);
 }
 
 template <class T, int columns, Between between, bool far = false>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                cudaStream_t stream) {
+void launch_for(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
     if constexpr (columns > 128) {
-        launch_one<T, columns, between, Of::dv, false, far>(call, sequences, grad, stream);
-        launch_one<T, columns, between, Of::dk, false, far>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::dv, false, far>(pass, grad, stream);
+        launch_one<T, columns, between, Of::dk, false, far>(pass, grad, stream);
     } else {
         if constexpr (type_of<T> == DType::bf16 && columns == 128 &&
                       (between == Between::nothing || between == Between::shared_bias)) {
-            if (grad.ds) return launch_one<T, columns, between, Of::both, true>(call, sequences, grad, stream);
+            if (grad.ds) return launch_one<T, columns, between, Of::both, true>(pass, grad, stream);
         }
-        launch_one<T, columns, between, Of::both, false, far>(call, sequences, grad, stream);
+        launch_one<T, columns, between, Of::both, false, far>(pass, grad, stream);
     }
 }
 
 }  // namespace
 
-void launch_warpgroup_by_key(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                             cudaStream_t stream) {
-    with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        const bool capped = call.softcap != 0;
-        with_between(capped ? Between::cap : between_of(call, grad.ds.is_dbias),
-                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
-        if (!capped) launch_for<T, columns, Between::added, true>(call, sequences, grad, stream);
+void launch_warpgroup_by_key(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    with_tiles<warpgroup_backward_channels>(pass.call, [&]<class T, int columns>() {
+        const bool capped = pass.call.softcap != 0;
+        with_between(capped ? Between::cap : between_of(pass.call, grad.ds.is_dbias),
+                     [&]<Between between>() { launch_for<T, columns, between>(pass, grad, stream); });
+        if (!capped) launch_for<T, columns, Between::added, true>(pass, grad, stream);
     });
 }
 

@@ -209,38 +209,34 @@ struct QueryConsumer {
 
 template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
-    warpgroup_query_kernel(const __grid_constant__ AttentionCall call,
-                           const __grid_constant__ AttentionSequences sequences, const __grid_constant__ Gradients grad,
+    warpgroup_query_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad,
                            const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         ptx::follow_launch_before();
         run_query_block<QueryProducer<T, columns, between>, QueryConsumer<T, columns, between>,
-                        GradientBlock<T, columns, between>>(call, sequences, boxes, grad, grad.redo_queries,
+                        GradientBlock<T, columns, between>>(pass, boxes, grad, grad.redo_queries,
                                                             [](const RowTile&, int) { return false; });
     }
 }
 
 template <class T, int columns, Between between>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                cudaStream_t stream) {
+void launch_for(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
     using Tiles = QueryTiles<T, columns, between>;
     OperandBoxes boxes;
-    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(call, sequences, grad.d_o, M, Tiles::N);
-    if (is_bias_alone(between))
-        boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
-    boxes.cut(call, sequences, grad.d_o, stream);
-    const Blocks blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(pass, grad.d_o, M, Tiles::N);
+    if (is_bias_alone(between)) boxes.add_bias(pass, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
+    boxes.cut(pass, grad.d_o, stream);
+    const Blocks blocks = pass.query_tiles(pass.call.heads);
     launch(warpgroup_query_kernel<T, columns, between>, {blocks, block_threads, Tiles::bytes, true}, stream,
-           "attention's gradient of q on warpgroups", call, sequences, grad, boxes);
+           "attention's gradient of q on warpgroups", pass, grad, boxes);
 }
 
 }  // namespace
 
-void launch_warpgroup_by_query(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                               cudaStream_t stream) {
-    with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
-        with_between(call.softcap != 0 ? Between::cap : between_of(call),
-                     [&]<Between between>() { launch_for<T, columns, between>(call, sequences, grad, stream); });
+void launch_warpgroup_by_query(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    with_tiles<warpgroup_backward_channels>(pass.call, [&]<class T, int columns>() {
+        with_between(pass.call.softcap != 0 ? Between::cap : between_of(pass.call),
+                     [&]<Between between>() { launch_for<T, columns, between>(pass, grad, stream); });
     });
 }
 

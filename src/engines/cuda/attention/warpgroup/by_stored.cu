@@ -129,20 +129,15 @@ struct StoredConsumer {
 
 template <class T, int columns>
 __global__ void __launch_bounds__(block_threads, 1)
-    warpgroup_stored_kernel(const __grid_constant__ AttentionCall call,
-                            const __grid_constant__ AttentionSequences sequences,
-                            const __grid_constant__ Gradients grad, const __grid_constant__ OperandBoxes boxes) {
+    warpgroup_stored_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ Gradients grad,
+                            const __grid_constant__ OperandBoxes boxes) {
     if constexpr (ptx::has_warpgroups) {
         using Tiles = StoredTiles<T, columns>;
         ptx::follow_launch_before();
         const Tiles m{ptx::shared_address(ptx::shared_memory())};
-        const StoredBlock<T, columns> block{m,
-                                            call,
-                                            boxes,
-                                            grad,
-                                            share_sequence(sequences, static_cast<int>(blockIdx.z), Tiles::sequence_at),
-                                            sequences.first + static_cast<int>(blockIdx.z),
-                                            static_cast<int>((call.queries + M - 1) / M)};
+        const int n = static_cast<int>(blockIdx.z), blocks = static_cast<int>((pass.call.queries + M - 1) / M);
+        const AttentionSequence& s = share_sequence(pass.sequences, n, Tiles::sequence_at);
+        const StoredBlock<T, columns> block(m, pass.call, boxes, grad, s, pass.sequences.first + n, blocks);
         if (threadIdx.x == 0) m.ring().start(boxes.given ? 1 : 2 * warpgroup_threads, 4 * consumers);
         __syncthreads();
         int tile = 0;
@@ -159,9 +154,10 @@ __global__ void __launch_bounds__(block_threads, 1)
 }
 
 template <class T, int columns>
-OperandBoxes boxes_of(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad) {
+OperandBoxes boxes_of(const AttentionPass& pass, const Gradients& grad) {
+    const AttentionCall& call = pass.call;
     OperandBoxes boxes;
-    if (columns > 128 || !are_whole(call, sequences)) return boxes;
+    if (columns > 128 || !are_whole(pass)) return boxes;
     boxes.k = row_boxes(call.k, call, call.keys, call.heads / call.group, call.channels, StoredTiles<T, columns>::N);
     boxes.ds = score_boxes(grad.ds, M);
     boxes.given = boxes.k.given && boxes.ds.given;
@@ -170,20 +166,20 @@ OperandBoxes boxes_of(const AttentionCall& call, const AttentionSequences& seque
 
 }  // namespace
 
-void launch_warpgroup_by_stored(const AttentionCall& call, const AttentionSequences& sequences, const Gradients& grad,
-                                cudaStream_t stream) {
-    AttentionCall with_ds = call;
+void launch_warpgroup_by_stored(const AttentionPass& pass, const Gradients& grad, cudaStream_t stream) {
+    AttentionPass with_ds = pass;
     const StoredScores& ds = grad.ds;
-    with_ds.bias = ds.view, with_ds.bias_group = 1;
-    with_ds.bias.data =
+    View& bias = with_ds.call.bias;
+    bias = ds.view, with_ds.call.bias_group = 1;
+    bias.data =
         static_cast<Plane*>(ds.view.data) - ds.first_sequence * ds.view.stride[0] - ds.first_head * ds.view.stride[1];
-    with_tiles<warpgroup_backward_channels>(call, [&]<class T, int columns>() {
+    with_tiles<warpgroup_backward_channels>(pass.call, [&]<class T, int columns>() {
         if constexpr (type_of<T> == DType::bf16) {
-            const Index turns = grad.heads * blocks_of(call.queries, M), most = multiprocessors();
-            launch(warpgroup_stored_kernel<T, columns>,
-                   {{std::min(turns, most), 1, sequences.count}, block_threads, StoredTiles<T, columns>::bytes, true},
-                   stream, "attention's gradient of q on warpgroups", with_ds, sequences, grad,
-                   boxes_of<T, columns>(call, sequences, grad));
+            const Index turns = grad.heads * blocks_of(pass.call.queries, M), most = multiprocessors();
+            launch(
+                warpgroup_stored_kernel<T, columns>,
+                {{std::min(turns, most), 1, pass.sequences.count}, block_threads, StoredTiles<T, columns>::bytes, true},
+                stream, "attention's gradient of q on warpgroups", with_ds, grad, boxes_of<T, columns>(pass, grad));
         }
     });
 }

@@ -236,40 +236,37 @@ struct ForwardConsumer {
 
 template <class T, int columns, Between between>
 __global__ void __launch_bounds__(block_threads, 1)
-    warpgroup_forward_kernel(const __grid_constant__ AttentionCall call,
-                             const __grid_constant__ AttentionSequences sequences,
-                             const __grid_constant__ OperandBoxes boxes, const __grid_constant__ ForwardOutputs out) {
+    warpgroup_forward_kernel(const __grid_constant__ AttentionPass pass, const __grid_constant__ OperandBoxes boxes,
+                             const __grid_constant__ ForwardOutputs out) {
     if constexpr (ptx::has_warpgroups) {
         ptx::follow_launch_before();
         if (out.far_lse && *out.redo.any == 0) return;
         run_query_block<ForwardProducer<T, columns, between>, ForwardConsumer<T, columns, between>,
                         ForwardBlock<T, columns, between>>(
-            call, sequences, boxes, out, out.redo,
-            [&](const RowTile& at, int head) { return out.far_lse && *out.redo.at(at, call.heads, head) == 0; });
+            pass, boxes, out, out.redo,
+            [&](const RowTile& at, int head) { return out.far_lse && *out.redo.at(at, pass.call.heads, head) == 0; });
     }
 }
 
 template <class T, int columns, Between between>
-void launch_for(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                cudaStream_t stream) {
+void launch_for(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream) {
     using Tiles = ForwardTiles<T, columns, between>;
     OperandBoxes boxes;
-    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(call, sequences, {}, M, Tiles::N);
-    if (Tiles::alone) boxes.add_bias(call, sequences, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
-    boxes.cut(call, sequences, {}, stream);
-    const Blocks blocks = tile_blocks(call.heads, sequences.of_queries, call.queries, sequences.count);
+    if (columns <= 128 && !Tiles::copied_by_threads) boxes = OperandBoxes::of(pass, {}, M, Tiles::N);
+    if (Tiles::alone) boxes.add_bias(pass, Tiles::shares_bias ? 1 : M, Tiles::shares_bias ? Tiles::N : 64);
+    boxes.cut(pass, {}, stream);
+    const Blocks blocks = pass.query_tiles(pass.call.heads);
     launch(warpgroup_forward_kernel<T, columns, between>,
            {blocks, block_threads, Tiles::bytes, static_cast<bool>(out.far_lse)}, stream,
-           "attention forward on warpgroups", call, sequences, boxes, out);
+           "attention forward on warpgroups", pass, boxes, out);
 }
 
 }  // namespace
 
-void launch_warpgroup_forward(const AttentionCall& call, const AttentionSequences& sequences, const ForwardOutputs& out,
-                              cudaStream_t stream) {
-    with_tiles<warpgroup_forward_channels>(call, [&]<class T, int columns>() {
-        with_between(between_of(call), [&]<Between between>() {  // a soft cap comes with any of them
-            if constexpr (between != Between::cap) launch_for<T, columns, between>(call, sequences, out, stream);
+void launch_warpgroup_forward(const AttentionPass& pass, const ForwardOutputs& out, cudaStream_t stream) {
+    with_tiles<warpgroup_forward_channels>(pass.call, [&]<class T, int columns>() {
+        with_between(between_of(pass.call), [&]<Between between>() {  // a soft cap comes with any of them
+            if constexpr (between != Between::cap) launch_for<T, columns, between>(pass, out, stream);
         });
     });
 }

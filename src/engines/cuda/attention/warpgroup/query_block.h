@@ -22,8 +22,9 @@ struct QueryBlock {
 
 // Consumer::run() says whether a number is not finite; skips(tile): nothing is to do.
 template <class Producer, class Consumer, class Block, class Out, class Skips>
-__device__ void run_query_block(const AttentionCall& call, const AttentionSequences& sequences,
-                                const OperandBoxes& boxes, const Out& out, const Redo& redo, const Skips& skips) {
+__device__ void run_query_block(const AttentionPass& pass, const OperandBoxes& boxes, const Out& out, const Redo& redo,
+                                const Skips& skips) {
+    const auto& [call, sequences] = pass;
     using Tiles = typename Block::Tiles;
     const int head = static_cast<int>(blockIdx.x);
     const RowTile at = sequences.tile_of_block(sequences.of_queries, true);

@@ -226,15 +226,10 @@ class SharedFold {
 // use.template operator()<K, own_p, erases>()
 template <class Use>
 void with_shared_fold(const DeltaCall& call, const Use& use) {
-    const bool more = call.key_size > 128;
-    if (call.erase == core::Erase::nothing)
-        more ? use.template operator()<256, false, false>() : use.template operator()<128, false, false>();
-    else if (call.own_p)
-        use.template operator()<128, true, true>();
-    else if (call.key_size <= 64 && !call.wide)
-        use.template operator()<64, false, true>();
-    else
-        more ? use.template operator()<256, false, true>() : use.template operator()<128, false, true>();
+    with_keys(call, [&]<int K, Keys keys>() {
+        if constexpr (keys != Keys::with_gates)
+            use.template operator()<K, keys == Keys::own_p, keys != Keys::only_written>();
+    });
 }
 
 }  // namespace softdelta::cuda

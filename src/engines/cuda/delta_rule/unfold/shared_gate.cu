@@ -203,6 +203,12 @@ struct GateGradients {
         });
         unfold_gates(my.pass, my.here(), hv, my.lane, of, through * my.factors().last);
     }
+    // Of gates and β, each by warps of its own.
+    __device__ void end_all(int hv) const {
+        if (my.thread < 32) end(hv);
+        if (const int row = my.thread - 64; row >= 0 && row < chunk_rows && my.grad.dbeta)
+            unfold_beta(my.pass, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+    }
 };
 
 // On sm_90a.
@@ -211,7 +217,7 @@ __device__ inline void unfold(const ChunkGradients& of) {
     const DeltaCall& call = of.call;
     using Tiles = UnfoldTiles<T, D, own_p, warpgroups>;
     using Sums = typename Tiles::Sums;
-    constexpr int C = chunk_rows, last_thread = unfold_threads - 1;
+    constexpr int last_thread = unfold_threads - 1;
     Tiles my(of);
     const UnfoldCopies<Tiles> copy{my};
     const UnfoldFactors<Tiles> factors{my};
@@ -264,9 +270,7 @@ __device__ inline void unfold(const ChunkGradients& of) {
             keys.add_writes(dk);
             __syncthreads();
             copy.rest_of_next(i);
-            if (my.thread < 32) gates.end(hv);
-            if (const int row = my.thread - 64; row >= 0 && row < C && of.grad.dbeta)
-                unfold_beta(of, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+            gates.end_all(hv);
         }
         keys.store_all(dq, dk, of_p);
         my.turn ^= 1;
@@ -382,9 +386,7 @@ __global__ void __launch_bounds__(unfold_threads, 1)
             for_each_part([&](int at, int) { my.multiply(my.part_rows(at, 0), my.part_state(at), false, x); });
             with_p([&] { keys.finish_writes(x, dk); });
             __syncthreads();
-            if (my.thread < 32) gates.end(hv);
-            if (const int row = my.thread - 64; row >= 0 && row < C && of.grad.dbeta)
-                unfold_beta(of, my.here(), hv, row, my.small.of_values[row] + my.sum_of(my.small.erased, row));
+            gates.end_all(hv);
         }
         keys.store_all(dq, dk, of_p);
         __syncthreads();

@@ -68,16 +68,20 @@ class ColumnScan {
         unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = round(wide[n][i]); });
     }
     __device__ int own_column() const { return first_column + 16 * warp + lane / 4; }
-    __device__ void load_state(const View& from, float (&out)[K / 8][4]) const {
+    __device__ void load_state(const View& from) {
         const View v = s.state >= 0 ? from : View();
+        LaneState<K> loaded;
         load_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
-                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, out);
+                           v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, loaded);
+        unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
     }
-    __device__ void store_state(const View& to, float (&state)[K / 8][4]) const {
+    __device__ void store_state(const View& to) const {
+        LaneState<K> stored;
+        unrolled<K / 8, 4>([&](int n, int i) { stored[n][i] = state[n][i]; });
         if (!to || s.state < 0) return;
         const View v = to;
         store_lane_state<K>(&v, s.state * v.stride[0] + hv * v.stride[1], v.stride[call.state_row],
-                            v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, state);
+                            v.stride[call.state_column], call.key_size, call.value_size, own_column(), lane, stored);
     }
 
     __device__ Products<T, warpgroups> products() const { return {lane}; }
@@ -270,11 +274,7 @@ class ColumnScan {
     template <class Take, class End>
     __device__ void run_products(const View& first_state, const Take& take, const End& end) {
         if constexpr (warps == 8) ptx::take_registers<232>();
-        {
-            LaneState<K> loaded;
-            load_state(first_state, loaded);
-            unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
-        }
+        load_state(first_state);
         const bool alone = m.stages_of_card == 1;
         if (!warpgroups && !alone) __syncthreads();
         for_each_chunk(m.chunks, [&](int c) {
@@ -319,11 +319,7 @@ class ColumnScan {
     __device__ void run_split(const View& first_state, const View& values, const Take& take, const End& end) {
         copy_first(m.chunks - 1);
         copy_rest(m.chunks - 1, values);
-        {
-            LaneState<K> loaded;
-            load_state(first_state, loaded);
-            unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = loaded[n][i]; });
-        }
+        load_state(first_state);
 #pragma unroll 1
         for (int c = m.chunks; c-- > 0;) {
             ptx::wait_for_copies_but<1>();

@@ -24,12 +24,7 @@ struct ScanFromEnd {
                 my.for_each_made(0, thread, my.to_tile(my.saved.dr(my.first_slot + c, my.hv)));
                 if (grad.dv) my.for_each_made(1, thread, my.to_tensor(c, grad.dv));
             },
-            [&](int c) { take(c); },
-            [&] {
-                LaneState<K> state;
-                unrolled<K / 8, 4>([&](int n, int i) { state[n][i] = my.state[n][i]; });
-                my.store_state(grad.dinitial_state, state);
-            });
+            [&](int c) { take(c); }, [&] { my.store_state(grad.dinitial_state); });
     }
 
     __device__ void take(int c) {

@@ -11,7 +11,8 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int select_threads = 256, digits = 256, select_bytes = (digits + select_threads + 2) * static_cast<int>(sizeof(int));
+constexpr int select_threads = 256, digits = 256,
+              select_bytes = (digits + select_threads + 2) * static_cast<int>(sizeof(int));
 
 __device__ inline std::uint32_t ordered(float x) {
     const std::uint32_t bits = reinterpret_cast<const std::uint32_t&>(x);
@@ -106,11 +107,11 @@ class Selection {
 };
 
 __global__ void __launch_bounds__(select_threads)
-    selection_kernel(const __grid_constant__ AttentionCall call, const __grid_constant__ AttentionSequences sequences,
-                     KeptKeys* kept) {
-    const RowTile at = sequences.tile(sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
+    selection_kernel(const __grid_constant__ AttentionPass pass, KeptKeys* kept) {
+    const AttentionCall& call = pass.call;
+    const RowTile at = pass.sequences.tile(pass.sequences.of_queries, static_cast<int>(blockIdx.x) / tile_rows);
     if (!at) return;
-    const AttentionSequence s = sequences[at.i];
+    const AttentionSequence s = pass.sequences[at.i];
     const Index query = at.first + blockIdx.x % tile_rows;
     const int head = static_cast<int>(blockIdx.y);
     if (query >= s.q_count) return;
@@ -121,13 +122,12 @@ __global__ void __launch_bounds__(select_threads)
 
 }  // namespace
 
-void launch_selection(const AttentionCall& call, const AttentionSequences& sequences, KeptKeys* kept,
-                      cudaStream_t stream) {
+void launch_selection(const AttentionPass& pass, KeptKeys* kept, cudaStream_t stream) {
     launch(selection_kernel,
-           {row_block_grid<false>(row_blocks(sequences.of_queries, call.queries, 1), call.heads, sequences.of_queries,
-                                  sequences),
+           {row_block_grid<false>(row_blocks(pass.sequences.of_queries, pass.call.queries, 1), pass.call.heads,
+                                  pass.sequences.of_queries, pass.sequences),
             select_threads, select_bytes},
-           stream, "the keys that attention keeps", call, sequences, kept);
+           stream, "the keys that attention keeps", pass, kept);
 }
 
 }  // namespace softdelta::cuda
