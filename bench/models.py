@@ -216,7 +216,7 @@ class Clock:
 def label(r):
     """What a replaced function is called here: that of a norm or a layer is the forward of its class."""
     if r.name == "forward":
-        return "lightning attention" if r.where.endswith("LightningAttention") else "gated norm"
+        return "lightning attention" if r.where.endswith("LightningAttention") else "norm"
     return r.name
 
 
@@ -269,12 +269,12 @@ def median_run(runs):
     return statistics.median(whole for whole, _ in runs), functions
 
 
-def parts(model, run):
+def parts(model, run, replaced):
     """Seconds of one run in the parts of a model that are not replaced, by the names of their classes."""
     spent, handles, start = defaultdict(float), [], {}
     for module in model.modules():
         part = next((part for part, suffix in PARTS if type(module).__name__.endswith(suffix)), None)
-        if not part or any(module in outer.modules() for outer in start):
+        if not part or vars(type(module)).get("forward") in replaced or any(module in outer.modules() for outer in start):
             continue  # an outer part counts it
         start[module] = 0.0
 
@@ -308,8 +308,9 @@ def measure(name, work, tokens, arguments):
                softdelta_ms=whole_ours * 1e3, gain=whole / whole_ours, predicted=whole / (whole - saved),
                op_ratio=sum(f["plain_ms"] for f in delta) / sum(f["softdelta_ms"] for f in delta),
                functions=functions)
-    with softdelta.transformers.enable():
-        row["parts_ms"] = {part: 1e3 * spent for part, spent in parts(model, run).items()}
+    with softdelta.transformers.enable() as enabled:
+        spent = parts(model, run, [r.replacement for r in enabled.replaced])
+        row["parts_ms"] = {part: 1e3 * x for part, x in spent.items()}
     if work == "decode":  # a step alone: its state stays in the caches, where the model's weights push it out
         plain, mine = warm(run, next(r for r in replaced if label(r) in DELTA_RULE and label(r) in functions))
         row["step_us"] = dict(plain=plain * 1e6, softdelta=mine * 1e6)

@@ -82,16 +82,15 @@ def test_passes_over_a_model_that_this_transformers_lacks(monkeypatch):
         assert {r.name for r in enabled.replaced} == set(functions("kimi_linear"))
 
 
-@pytest.mark.parametrize("model", ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"])
-def test_mambas_gated_norm_stays(model):
-    """It has the gate before the norm, and no activation; the convolution and the scan before it are replaced."""
+@pytest.mark.parametrize("model", softdelta.transformers.MAMBA2)
+def test_replaces_convolution_scan_and_norms_of_mamba(model):
     built, ids = architectures.build(model), architectures.draw(2, 20)
     with torch.no_grad():
         plain = logits(built, ids, use_cache=False)
         with softdelta.transformers.enable([model], attention=False) as enabled:
             ours = logits(built, ids, use_cache=False)
     assert {r.name for r in enabled.replaced} == {"causal_conv1d_fn", "causal_conv1d_update", "mamba2_chunk_scan",
-                                                  "mamba2_selective_state_update"}
+                                                  "mamba2_selective_state_update", "forward"}
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
@@ -393,6 +392,37 @@ def test_gated_norm(model, name, never_warned):
     assert type(norm).forward is before
     for a, b in zip(actual, expected):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", softdelta.transformers.NORMED)
+def test_norms(model, never_warned):
+    """Of every class whose forward is replaced: values and gradients are those of transformers, a gate before the norm and
+    groups included. A weight of another type goes back, and gives the type that transformers gives."""
+    generator = torch.Generator().manual_seed(23)
+    with softdelta.transformers.enable(models=[model], attention=False) as enabled, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert any(r.where.endswith("RMSNorm") for r in enabled.replaced)
+        for r in enabled.replaced:
+            first = r.where.endswith("RMSNormGated") and "group_size" in r.namespace.of.__init__.__code__.co_names
+            if not first and not r.where.endswith("RMSNorm"):
+                continue
+            for more, gated in (((8,), True), ((24,), True), ((24,), False)) if first else (((), False),):
+                norm = r.namespace.of(24, *more, eps=1e-3)
+                torch.nn.init.normal_(norm.weight, generator=generator)
+                operands = [torch.randn(2, 5, 24, generator=generator).requires_grad_() for _ in range(1 + gated)]
+                leaves, results = (*operands, norm.weight), []
+                for forward in (r.replacement, r.original):
+                    y = forward(norm, *operands)
+                    results.append((y, *torch.autograd.grad(y.sin().sum(), leaves)))
+                    with torch.no_grad():
+                        assert torch.equal(forward(norm, *operands), y)
+                assert not torch.equal(*(y.detach() for y, *_ in results))
+                for a, b in zip(*results):
+                    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+                half = [x.detach().bfloat16() for x in operands]
+                assert torch.equal(r.replacement(norm, *half), r.original(norm, *half))
+                norm.bfloat16()
+                torch.testing.assert_close(r.replacement(norm, *half), r.original(norm, *half), atol=1e-2, rtol=1.6e-2)
 
 
 def test_short_convolution_of_several_tokens_in_place():

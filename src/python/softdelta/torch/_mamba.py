@@ -201,7 +201,7 @@ def _time_steps(dt, bias, softplus, dtype):
 
 def _skip_and_gate(y, x, D, z):
     if D is not None:
-        y = (y + x * D).to(x.dtype)
+        y = torch.addcmul(y, x, D).to(x.dtype)
     return y if z is None else (y * F.silu(z.to(_calls.wide(z)))).to(x.dtype)
 
 

@@ -14,6 +14,7 @@ Replaced are the functions that a modeling file calls by name, so models of any 
 - the gated delta rule, Kimi delta attention, the scan of Mamba-2 and lightning attention, whole sequences and single steps,
   forward and backward;
 - the short causal convolution before them, of whole sequences and of single tokens, and the gated norm behind them;
+  with Mamba-2 and lightning attention the norms between layers, too;
 - "sdpa" in the AttentionInterface; and attn_implementation="softdelta" is there to be asked for, by models that have
   eager attention alone among others.
 
@@ -32,9 +33,10 @@ from typing import Callable
 
 from . import attention, delta_rules, gated_norm, lightning, masks, short_convolution, state_space
 
+MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "lara_mini",  # gated delta rule
           "kimi_linear", "glm5_next", "bailing_hybrid",                                     # Kimi delta attention
-          "bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2",       # Mamba-2
+          *MAMBA2,
           "minimax",                                                                        # lightning attention
           "lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop",               # the short convolution alone
           "falcon_mamba", "jamba", "mamba", "zamba")
@@ -51,9 +53,14 @@ REPLACEMENTS = {
     "causal_conv1d_update": short_convolution.causal_conv1d_update,
 }
 
-# end of a class's name in a modeling file → maker of the replacement of its forward, and a name that its __init__ uses:
-# Mamba's RMSNormGated has the gate first, and no activation
-CLASSES = {"RMSNormGated": (gated_norm.forward, "activation"), "LightningAttention": (lightning.forward, "get_slope_rate")}
+# end of a class's name in a modeling file, and a name that its __init__ uses → maker of the replacement of its forward:
+# Mamba's RMSNormGated has the gate first, and groups
+CLASSES = {("RMSNormGated", "activation"): gated_norm.forward,
+           ("RMSNormGated", "group_size"): gated_norm.gate_first,
+           ("LightningAttention", "get_slope_rate"): lightning.forward}
+# the same of models whose norms between layers take a sixth of a prefill
+NORMED = (*MAMBA2, "minimax")
+NORMS = {("RMSNorm", "variance_epsilon"): gated_norm.ungated}
 
 _replaced = {}  # (where, name) → Replacement
 
@@ -129,7 +136,8 @@ def enable(models=MODELS, attention=True, group=None, method="auto"):
         for name, make in (REPLACEMENTS if group is None else _sharded().replacements(group, method)).items():
             if hasattr(namespace, name):
                 done += _replace(namespace.__name__, vars(namespace), name, make)
-        for of, make in _classes(namespace, CLASSES if group is None else CLASSES | _sharded().classes(group)):
+        classes = CLASSES | (NORMS if model in NORMED else {}) | ({} if group is None else _sharded().classes(group))
+        for of, make in _classes(namespace, classes):
             done += _replace(f"{namespace.__name__}.{of.__name__}", ClassNamespace(of), "forward", make)
     if attention:
         done += _replace_attention(group)
@@ -143,7 +151,7 @@ def disable():
 
 def _classes(namespace, classes):
     """Classes of a modeling file whose forward is replaced, each with the maker of its replacement."""
-    return [(of, make) for end, (make, used) in classes.items() for of in vars(namespace or object).values()
+    return [(of, make) for (end, used), make in classes.items() for of in vars(namespace or object).values()
             if isinstance(of, type) and of.__module__ == namespace.__name__ and of.__name__.endswith(end)
             and "forward" in vars(of) and used in of.__init__.__code__.co_names]
 

@@ -29,7 +29,7 @@ def replacements(group, method):
 
 def classes(group):
     """The same of classes, where enable() has others."""
-    return {"LightningAttention": (_refused(group, "no lightning attention"), "get_slope_rate")}
+    return {("LightningAttention", "get_slope_rate"): _refused(group, "no lightning attention")}
 
 
 def shard(input_ids, labels=None, group=None):
