@@ -103,7 +103,8 @@ SOFTDELTA_API softdelta_status softdelta_get_engine(int32_t index, softdelta_eng
 
 /* How products of bf16 operands are computed. The product of two bf16 numbers is exact in f32, and sums are kept in
  * f32. The ways differ where a product has computed operands (the probabilities of attention, what a delta rule
- * writes). Dot products of bf16 round these to 8 bits first, as tensor cores do; F32 leaves them as they are. */
+ * writes). Dot products of bf16 round these to 8 bits first, as tensor cores do; F32 leaves them as they are. Beside q
+ * of bf16, keys and values of 8 or 4 bits are such operands where the level has matrix tiles, if two bf16 hold them. */
 typedef enum softdelta_bf16_products {
     SOFTDELTA_BF16_PRODUCTS_AUTOMATIC = 0, /* dot products of bf16 where they exist and are the faster way */
     SOFTDELTA_BF16_PRODUCTS_F32 = 1,       /* as f32, on every machine */

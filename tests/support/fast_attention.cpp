@@ -179,6 +179,21 @@ FastAttention draw_biased_attention(std::uint64_t seed) {
     }
 }
 
+FastAttention draw_quantised_attention(std::uint64_t seed) {
+    constexpr Index channels[] = {64, 128, 300};
+    AttentionRanges ranges{.batch = 2, .queries = 150, .keys = 300, .key_heads = 2, .group = 2};
+    ranges.channels = channels[seed % std::size(channels)];
+    ranges.dtypes = {DType::bf16};
+    ranges.pages = ranges.extremes = ranges.quantised = true;
+    ranges.plain = seed % 4 == 0;
+    for (std::uint64_t drawn = 1000 * seed;; ++drawn) {
+        RandomAttention call = draw_attention(drawn, ranges);
+        if (!call.k_scale.view() && !call.v_scale.view()) continue;
+        if (seed / 2 % 2 == 0) fill_unseen(call, NAN);
+        return FastAttention(std::move(call));
+    }
+}
+
 FastAttention draw_packed_attention(std::uint64_t seed) {
     constexpr Index sequences[] = {300, 4, 30}, rows[] = {3, 500, 140};
     AttentionRanges ranges{.batch = sequences[seed % 3], .queries = rows[seed % 3], .keys = rows[seed % 3]};

@@ -55,6 +55,8 @@ FastAttention draw_fast_attention(std::uint64_t seed);
 FastAttention draw_unit_attention(std::uint64_t seed);
 // The same with a bias, and with neither mask nor slopes nor soft cap.
 FastAttention draw_biased_attention(std::uint64_t seed);
+// Queries of bf16 beside keys or values of 8 or 4 bits, or both.
+FastAttention draw_quantised_attention(std::uint64_t seed);
 // Packed: many sequences of a few rows, few of hundreds, and some between.
 FastAttention draw_packed_attention(std::uint64_t seed);
 // f32 of sizes far from 1 and of rows that differ in size.

@@ -46,6 +46,12 @@ kernels::KeyRows rows_like(const Tensor& t, const Tensor& scale, const Tensor& t
     return rows;
 }
 
+// Whether quantised numbers are sums of two bf16, each of 8 bits: integers have 7 bits, halves and f8 4, f16 has 11.
+bool is_two_bf16(const Tensor& t, const Tensor& scale) {
+    if (!scale) return false;
+    return scale.dtype == core::DType::bf16 || (scale.dtype == core::DType::f16 && t.dtype != core::DType::i8);
+}
+
 float empty_lse(core::EmptyRow value) {
     constexpr float infinity = std::numeric_limits<float>::infinity();
     if (value == core::EmptyRow::zero) return 0;
@@ -79,7 +85,11 @@ AttentionHeads::AttentionHeads(const core::AttentionInputs& in, const core::Atte
     common_.scale = static_cast<float>(options.scale);
     common_.softcap = static_cast<float>(options.softcap);
     common_.empty_lse = empty_lse(options.empty_row);
-    common_.bf16_products = all_bf16 && use_bf16_products(execution, table);
+    const auto fits = [&](const Tensor& t, const Tensor& scale) {
+        return bf16(t) || (table.matrix_tiles && is_two_bf16(t, scale));
+    };
+    common_.bf16_products = bf16(in.q) && fits(in.k, in.k_scale) && fits(in.v, in.v_scale) &&
+                            (d_o == nullptr || bf16(*d_o)) && use_bf16_products(execution, table);
     common_.fetches_to_second_cache = decode_fetches_to_second_cache();
     q_step_ = head_step(in.q, group());
     k_step_ = head_step(in.k);

@@ -43,6 +43,10 @@ TEST(AttentionFast, ForwardIsRight) {
     check_calls(call_count(250), draw_fast_attention, check_forward);
 }
 
+TEST(AttentionFast, QuantisedKeysBesideQueriesOfBf16) {
+    check_calls(call_count(60), draw_quantised_attention, check_forward);
+}
+
 TEST(AttentionFast, BackwardIsRight) {
     check_calls(call_count(250), draw_fast_attention, check_backward);
 }

@@ -53,7 +53,7 @@ struct AttentionHead {
     Index top_w = -1;                        // dynamic mask: keys of largest bias that a row keeps; −1: all
     float scale = 1, softcap = 0;            // softcap 0: off
     float empty_lse = 0;                     // lse of a row that sees nothing
-    bool bf16_products = false;              // q, k, v are bf16 and multiplied as such
+    bool bf16_products = false;              // q, k, v are multiplied as bf16; k, v may be quantised beside tiles
     bool fetches_to_second_cache = false;    // decode
 
     Index rows() const { return group * queries; }

@@ -103,13 +103,22 @@ class ForwardByTiles : ForwardUnit<P> {
                                                query_row(head_, head_.q, begin_ + r), head_.size, staging, P{}))
                                          : nullptr;
             F squares = splat(0.0F);
+            const Index own = (head_.size + square - 1) / square;
             for (Index c = 0; c < chunks(); ++c) {
-                const U words = from == nullptr ? U(0) : load(from + c * W);
+                U words = from == nullptr ? U(0) : load(from + c % own * W);
+                if (c >= own) words = finite_halves(words);  // ∞·0 would be NaN, of a key without low numbers
                 store(out + c * 2 * tile_words, words);
                 squares = P::multiply_add(as_floats(words), as_floats(words), squares);
             }
             at_.norms[r] = sum(squares);
         }
+    }
+
+    // Zeros where a bf16 is Inf or NaN.
+    static U finite_halves(U words) {
+        U bad = (((words & U(0x7f807f80U)) + U(0x00800080U)) >> 15) & U(0x00010001U);
+        for (int n = 1; n < 16; n *= 2) bad = bad | (bad << n);
+        return words - (words & bad);
     }
 
     void copy_row_of_o(Index r, float* out) const {
@@ -169,6 +178,7 @@ class ForwardByTiles : ForwardUnit<P> {
     using RunPipeline = void (ForwardByTiles::*)();
     RunPipeline choose_pipeline() const {
         const Index c = chunks(), n = columns();
+        if (operands_.low_values != nullptr) return nullptr;
         if (!keeps_products_) {
             if (!flagged_ && !(biased_ && head_.bias.dtype == core::DType::bf16)) return nullptr;
             if (c == 2 && n == 4) return choose_addend<2, 4>();
@@ -277,8 +287,13 @@ class ForwardByTiles : ForwardUnit<P> {
     }
 
     void sum_part(const Part& part, const Word* p) const {
-        multiply_columns<Tiles>(p, operands_.value_tile(place(part.key)), part_steps * tile_words, part.steps(),
-                                softmax_.sums(part.r), columns(), true);
+        const Word* values = operands_.value_tile(place(part.key));
+        const auto sum = [&](const Word* of) {
+            multiply_columns<Tiles>(p, of, part_steps * tile_words, part.steps(), softmax_.sums(part.r), columns(),
+                                    true);
+        };
+        sum(values);
+        if (operands_.low_values != nullptr) sum(operands_.low_values + (values - operands_.values));
     }
 
     // Whether scores need not be finished before their exponentials: they are products, or biases or flags of a mask

@@ -92,7 +92,7 @@ struct ForwardMemory<P, true> {
         const Index all = round_up(rows, square);
         ForwardMemory m;
         m.staging = memory.take<Element<P>>(PackOperands<P>::staging(head));  // first: packing takes nothing else
-        m.q = memory.take<Element<P>>(all * round_up(head.size, square) / 2);
+        m.q = memory.take<Element<P>>(all * Operands::chunks_of(head) * W);
         m.o = memory.take<float>(all * round_up(head.value_size, W));
         for (float** x : {&m.maximum, &m.norms}) *x = memory.take<float>(all);
         m.lanes = memory.take<float>(all * W);

@@ -1,6 +1,9 @@
 // Keys and values of a head as the matrix tiles that the forward pass multiplies, each 16 rows of 16 words, one after
 // the other. They are packed once for all units of a head, in parts of 128 keys. Where the level has no tiles, or few
 // rows see a range of keys, units pack what they need.
+//
+// Quantised numbers are sums of two bf16, high and low. Of keys both lie side by side in a row, which meets each query
+// twice; of values the low ones are operands of their own.
 #pragma once
 
 #include "engines/cpu/kernels/attention/mask.h"
@@ -16,23 +19,30 @@ struct TileOperands {
 
     std::uint32_t* keys;    // [key tile, D / 32] B: 32 numbers of 16 keys
     std::uint32_t* values;  // [part, Dv / 16, step] B: 32 keys of 16 columns, in the order of sixteen_bits::place()
+    std::uint32_t* low_values = nullptr;  // the same; null: there are none
     // [part, 2] bits of values that hold an Inf or a NaN. They are zeros in the operand, since 0·∞ is NaN where a row
     // does not see the key, and are added where it is seen.
     Taken* taken;
     float* norms;           // [part] the largest sum of squares of a key; ∞ where one is not finite
-    Index chunks, columns;  // D / 32, Dv / 16, rounded up
+    Index chunks, columns;  // D / 32, twice that of quantised keys, Dv / 16, rounded up
 
     // Of `keys` keys.
     static TileOperands take(const AttentionHead& head, Index keys, Scratch& memory) {
         TileOperands m;
         const Index parts = (keys + part_keys - 1) / part_keys;
-        m.chunks = (head.size + square - 1) / square;
+        m.chunks = chunks_of(head);
         m.columns = (head.value_size + tile_size - 1) / tile_size;
         m.keys = memory.take<std::uint32_t>(parts * part_tiles * m.chunks * tile_words);
-        m.values = memory.take<std::uint32_t>(parts * part_steps * m.columns * tile_words);
+        for (std::uint32_t** x : {&m.values, &m.low_values})
+            if (x == &m.values || head.v.scale != nullptr)
+                *x = memory.take<std::uint32_t>(parts * part_steps * m.columns * tile_words);
         m.taken = memory.take<Taken>(parts * 2);
         m.norms = memory.take<float>(parts);
         return m;
+    }
+
+    static Index chunks_of(const AttentionHead& head) {
+        return (head.size + square - 1) / square * (head.k.scale == nullptr ? 1 : 2);
     }
 
     std::uint32_t* key_tile(Index key) const { return keys + key / tile_size * chunks * tile_words; }
@@ -71,6 +81,7 @@ class PackOperands {
             for (Index i = 0; i < min(square, last - j); ++i) {
                 if (is_finite(key_row(head_.v, j + i), head_.value_size)) continue;
                 clear(i, out_.value_tile(at));
+                if (out_.low_values != nullptr) clear(i, low_tile(out_.value_tile(at)));
                 const Index bit = at % TileOperands::part_keys + i;
                 taken[bit / 64] |= TileOperands::Taken{1} << bit % 64;
             }
@@ -79,12 +90,34 @@ class PackOperands {
     }
 
   private:
+    // Low numbers follow round_up(n, square) high ones.
     const Word* row(const KeyRows& t, Index n, Index j, Index last, Index slot) const {
-        auto* own = reinterpret_cast<std::uint16_t*>(staging_ + slot * round_up(n, square));
+        const Index count = round_up(n, square);
+        auto* own = reinterpret_cast<std::uint16_t*>(staging_ + slot * count);
         if (j + square < last) prefetch_row(key_row(t, j + square), n);
-        if (j < last) return reinterpret_cast<const Word*>(stored_row(key_row(t, j), n, own, P{}));
-        for (Index i = 0; i < round_up(n, square); ++i) own[i] = 0;
+        if (j >= last)
+            for (Index i = 0; i < 2 * count; ++i) own[i] = 0;
+        else if (t.scale == nullptr)
+            return reinterpret_cast<const Word*>(stored_row(key_row(t, j), n, own, P{}));
+        else
+            split(key_row(t, j), n, own);
         return reinterpret_cast<const Word*>(own);
+    }
+
+    void split(Row row, Index n, std::uint16_t* out) const {
+        const Index count = round_up(n, square);
+        auto* numbers = reinterpret_cast<float*>(staging_ + W * count);  // behind all rows of keys or values
+        load_row(row, n, numbers);
+        for (Index i = round_up(n, W); i < count; ++i) numbers[i] = 0;
+        for (Index i = 0; i < count; i += square) {
+            const F first = load(numbers + i), second = load(numbers + i + W);
+            store_bf16(reinterpret_cast<Word*>(out + i), first, second);
+            const auto rest = [](F x, const std::uint16_t* high) {
+                const F low = x - as_floats(load_u16(high) << 16);
+                return select(abs(low) < F(infinity), low, splat(0.0F));  // of Inf and NaN there is no rest
+            };
+            store_bf16(reinterpret_cast<Word*>(out + count + i), rest(first, out + i), rest(second, out + i + W));
+        }
     }
 
     // Returns the sum of squares of each key.
@@ -116,11 +149,17 @@ class PackOperands {
             for (Index n = 0; n < out_.columns; ++n) {
                 const U words = load_u16(a + n * W) | (load_u16(b + n * W) << 16);
                 sum = sum | ((words & U(0x7f807f80U)) + U(0x00800080U));
-                store(out + n * TileOperands::part_steps * tile_words + r * W, words);
+                Word* to = out + n * TileOperands::part_steps * tile_words + r * W;
+                store(to, words);
+                if (out_.low_values == nullptr) continue;
+                const Index low = round_up(head_.value_size, square) + n * W;
+                store(low_tile(to), load_u16(a + low) | (load_u16(b + low) << 16));
             }
         }
         return all((sum & U(0x80008000U)) == U(0));
     }
+
+    Word* low_tile(const Word* high) const { return out_.low_values + (high - out_.values); }
 
     void clear(Index key, Word* out) const {
         const Index at = sixteen_bits::place(key);
