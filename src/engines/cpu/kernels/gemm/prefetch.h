@@ -46,13 +46,18 @@ class PrefetchList {
 
     Index lines() const { return lines_; }  // of all rows
 
+    // Not to the first cache, of which rows that lie a multiple of a page apart would fill a few sets.
+    void fetch_to_second_cache() { to_second_cache_ = true; }
+
     // Fetches so many lines.
     void next(Index lines) {
         while (lines > 0 && which_ < count_) {
             const Rows& x = rows_[which_];
             const Index n = lines < x.lines - line_ ? lines : x.lines - line_;
             const char* first = x.data + row_ * x.row + line_ * cache_line;
-            for (Index i = 0; i < n; ++i) prefetch_line(first + i * cache_line);
+            for (Index i = 0; i < n; ++i)
+                to_second_cache_ ? prefetch_line_to_second(first + i * cache_line)
+                                 : prefetch_line(first + i * cache_line);
             lines -= n;
             line_ += n;
             if (line_ < x.lines) return;
@@ -71,6 +76,7 @@ class PrefetchList {
     Rows rows_[8];  // as many as a chunk of the backward pass has: q, k, p, v, g, do, U, the state
     Index count_ = 0, lines_ = 0;
     Index which_ = 0, row_ = 0, line_ = 0;
+    bool to_second_cache_ = false;
 };
 
 }  // namespace softdelta::kernels::SOFTDELTA_ISA_NAMESPACE

@@ -86,6 +86,7 @@ class ForwardPass {
         loaded_by_tiles_ = done ? n : 0;
         if (!done) return false;
         Prefetch ahead;
+        ahead.fetch_to_second_cache();
         add_next_work(at, ahead);
         if (!chunk_.passes_caches(out.o)) ahead.add(out.o, next_tokens(at), heads_.value_size);
         Index& until = rounded_until_[at.head];
