@@ -1,12 +1,13 @@
-// Few queries over many keys (decode), or any number of them with more than 256 channels (absorbed MLA): a block has 16
-// rows, queries and query heads of a key head, and a range of the keys. Its warps take 16 keys at a time, each with
-// stages of its own in shared memory, and wait for nobody.
+// Few queries over many keys (decode): a block has 16 rows, queries and query heads of a key head, and a range of the
+// keys. Its warps take 16 keys at a time, each with stages of its own in shared memory, and wait for nobody.
 //
 //     warp 0   keys 0…15    64…79   …         top, sum, o of its keys
 //     warp 1   keys 16…31   80…95   …
 //
 // The sums of a block's warps are put together in their order, then those of the ranges, in theirs: the same bits in
 // every run. How many ranges there are comes from shapes alone.
+//
+// Many rows of more than 256 channels (absorbed MLA): each warp has 16 rows, and all take the same keys.
 #include "engines/cuda/attention/addends.h"
 #include "engines/cuda/attention/launch_kernels.h"
 #include "engines/cuda/attention/row_end.h"
@@ -19,25 +20,31 @@ namespace softdelta::cuda {
 
 namespace {
 
-constexpr int block_rows = 16, step_keys = 16;
+constexpr int least_rows = 16, step_keys = 16;
 constexpr float log2_e = 1.44269504F;
 
 // small: of the cards with the least shared memory.
-template <class T, int columns, int value_columns, bool small>
+template <class T, int columns, int value_columns, bool small, bool many>
 class Decode {
-    static constexpr int warps = (columns > 256 ? 2 : 4) / (small && columns > 128 ? 2 : 1);
+    static constexpr int warps = many ? (small ? 2 : 8) : (columns > 256 ? 2 : 4) / (small && columns > 128 ? 2 : 1);
+    static constexpr int key_warps = many ? 1 : warps;  // that have keys of their own
     static constexpr int stages = columns <= 64 ? 4 : columns <= 128 && !small ? 3 : 2;
     using KeyTile = Tile<T, columns>;
     using ValueTile = Tile<T, value_columns>;
     static constexpr int key_bytes = KeyTile::bytes(step_keys), stage_bytes = key_bytes + ValueTile::bytes(step_keys);
-    static constexpr int stages_at = KeyTile::bytes(block_rows);
-    static constexpr int sums_bytes = warps * block_rows * (value_columns + 2) * static_cast<int>(sizeof(float));
+    static constexpr int block_rows = many ? 16 * warps : 16, stages_at = KeyTile::bytes(block_rows);
+    static constexpr int sums_bytes =
+        (many ? 0 : warps) * block_rows * (value_columns + 2) * static_cast<int>(sizeof(float));
     // Weights of f16 are multiplied by 2¹⁰: half its numbers lie below 2⁻¹⁴.
     static constexpr float weight_exponent = std::is_same_v<T, __half> ? 10 : 0;
 
   public:
     static constexpr int threads = 32 * warps;
-    static constexpr int shared_bytes = stages_at + std::max(warps * stages * stage_bytes, sums_bytes);
+    static constexpr int shared_bytes = stages_at + std::max(key_warps * stages * stage_bytes, sums_bytes);
+
+    __host__ __device__ static int tiles(const AttentionCall& call, const DecodeParts& parts) {
+        return (parts.queries * call.group + block_rows - 1) / block_rows;
+    }
 
     __device__ Decode(const AttentionPass& pass, const DecodeParts& parts)
         : call_(pass.call),
@@ -45,7 +52,7 @@ class Decode {
           s_(pass.sequences[static_cast<int>(blockIdx.z)]),
           sequence_(pass.sequences.first + static_cast<int>(blockIdx.z)) {
         const int slices = (pass.call.value_channels + value_columns - 1) / value_columns;
-        const int tiles = (parts.queries * pass.call.group + block_rows - 1) / block_rows;
+        const int tiles = Decode::tiles(pass.call, parts);
         first_channel_ = static_cast<int>(blockIdx.x) % slices * value_columns;
         first_row_ = parts.first * pass.call.group + static_cast<int>(blockIdx.x) / slices % tiles * block_rows;
         key_head_ = static_cast<int>(blockIdx.x) / slices / tiles;
@@ -59,19 +66,26 @@ class Decode {
         const AttentionSequence s = s_;  // what functions out of line point to is not in registers
         const Rows k = Rows::of_keys(call_.k, call_, s, key_head_, call_.channels);
         const Rows v = Rows::of_keys(call_.v, call_, s, key_head_, call_.value_channels);
-        const Index begin = keys.begin + warp_ * step_keys;
-        unrolled<stages - 1>([&](int i) { copy(k, v, begin + i * warps * step_keys, keys.end, i); });
+        constexpr int step = key_warps * step_keys;
+        const Index begin = keys.begin + key_warp() * step_keys;
+        unrolled<stages - 1>([&](int i) { copy(k, v, begin + i * step, keys.end, i); });
         __syncthreads();  // queries
         int stage = 0;
-        for (Index at = begin; at < keys.end; at += warps * step_keys) {
+        for (Index at = begin; at < keys.end; at += step) {
             ptx::wait_for_copies_but<stages - 2>();
-            __syncwarp();
-            copy(k, v, at + (stages - 1) * warps * step_keys, keys.end, stage == 0 ? stages - 1 : stage - 1);
+            if constexpr (many)
+                __syncthreads();
+            else
+                __syncwarp();
+            copy(k, v, at + (stages - 1) * step, keys.end, stage == 0 ? stages - 1 : stage - 1);
             take(at, stage);
             stage = stage == stages - 1 ? 0 : stage + 1;
         }
         ptx::wait_for_copies();
-        store_sums();
+        if constexpr (many)
+            store_rows();
+        else
+            store_sums();
     }
 
   private:
@@ -80,9 +94,11 @@ class Decode {
     }
     __device__ int query_of(int row) const { return row / call_.group; }
     __device__ int head_of(int row) const { return key_head_ * call_.group + row % call_.group; }
+    __device__ int key_warp() const { return many ? 0 : warp_; }
+    __device__ int own_rows() const { return many ? 16 * warp_ : 0; }  // from here on in the block
     __device__ KeyTile queries() const { return {base_}; }
     __device__ KeyTile keys(int stage) const {
-        return {base_ + static_cast<std::uint32_t>(stages_at + (warp_ * stages + stage) * stage_bytes)};
+        return {base_ + static_cast<std::uint32_t>(stages_at + (key_warp() * stages + stage) * stage_bytes)};
     }
     __device__ ValueTile values(int stage) const { return {keys(stage).base + static_cast<std::uint32_t>(key_bytes)}; }
 
@@ -92,7 +108,7 @@ class Decode {
         const Range first_sees = visible_keys(call_, s_, query_of(first_row_));
         const Range last_sees = visible_keys(call_, s_, last);
         all_ = {last_sees.begin, first_sees.end};
-        constexpr int step = warps * step_keys;
+        constexpr int step = key_warps * step_keys;
         const Index begin = first_sees.begin / step_keys * step_keys;
         const Index each = ((last_sees.end - begin + parts_.splits - 1) / parts_.splits + step - 1) / step * step;
         return {begin + split_ * each, min(begin + (split_ + 1) * each, last_sees.end)};
@@ -110,7 +126,7 @@ class Decode {
         }
     }
 
-    // Keys and values [at, at + 16), zeros from `end` on, into a stage of the warp, as a group of copies.
+    // Keys and values [at, at + 16), zeros from `end` on, into a stage, as a group of copies.
     __device__ void copy(const Rows& k, const Rows& v, Index at, Index end, int stage) const {
         if (at < end) {
             const int count = static_cast<int>(min(end - at, Index(step_keys)));
@@ -122,11 +138,12 @@ class Decode {
     template <int n>
     __device__ void copy_rows(const Tile<T, n>& tile, const Rows& from, Index at, int count, int channel,
                               int channels) const {
-        constexpr int units = n / 8;
+        constexpr int units = n / 8, copiers = many ? threads : 32;
         const Index mine = from.offset(at + min(lane_ % step_keys, count - 1));  // a paged row is looked up once
-        unrolled<step_keys * units / 32>([&](int i) {
-            const int place = 32 * i + lane_, r = place / units, u = place % units;
+        unrolled<(step_keys * units + copiers - 1) / copiers>([&](int i) {
+            const int place = copiers * i + (many ? 32 * warp_ : 0) + lane_, r = place / units, u = place % units;
             const Index offset = __shfl_sync(0xffffffffu, mine, r);
+            if (step_keys * units % copiers != 0 && r >= step_keys) return;
             const bool take = r < count && 8 * u < channels;
             ptx::copy_async(tile.unit(r, u), from.data() + (take ? offset + channel + 8 * u : 0), take);
         });
@@ -139,7 +156,7 @@ class Decode {
         for (int depth = 0; depth < columns / 16; ++depth) {
             if (columns > 128 && 16 * depth >= call_.channels) break;
             std::uint32_t a[4], b[4];
-            queries().load_left(a, 0, depth, lane_);
+            queries().load_left(a, own_rows(), depth, lane_);
             keys(stage).load_right(b, 0, depth, lane_);
             auto& sum = depth % 2 == 0 ? x : y;
             ptx::multiply(sum.x[0], a, b[0], b[1], T());
@@ -165,7 +182,7 @@ class Decode {
 
     __device__ void add(Index at, Acc<16, step_keys>& x) const {
         for_rows([&](int half) {
-            const int row = min(first_row_ + lane_ / 4 + 8 * half, rows() - 1);
+            const int row = min(first_row_ + own_rows() + lane_ / 4 + 8 * half, rows() - 1);
             const int query = query_of(row);
             const Addends addends(call_, s_, head_of(row));
             x.each([&](float& e, int of_half, int column) {
@@ -192,6 +209,22 @@ class Decode {
         x.add_row_sums(sum_);
     }
 
+    __device__ void store_rows() {
+        Index part[2];
+        for_rows([&](int half) {
+            const int row = first_row_ + own_rows() + lane_ / 4 + 8 * half;
+            const float sum = sum_of_lanes<4>(sum_[half]);
+            part[half] = row < rows() ? parts_.at(call_, sequence_, head_of(row), query_of(row)) + split_ : -1;
+            if (part[half] >= 0 && lane_ % 4 == 0 && first_channel_ == 0)
+                parts_.ends[part[half]] = float2{top_[half], sum};
+        });
+        o_.each_pair([&](float e, float next, int half, int column) {
+            const int c = column + own_column(lane_);
+            if (part[half] >= 0 && c < value_channels_)
+                *reinterpret_cast<float2*>(parts_.o + part[half] * call_.value_channels + first_channel_ + c) =
+                    float2{e, next};
+        });
+    }
     // The warps' sums through shared memory, added in their order.
     __device__ void store_sums() {
         auto* const o = reinterpret_cast<float*>(shared_at(base_ + stages_at));  // [warps, 16, value_columns]
@@ -309,16 +342,20 @@ __global__ void __launch_bounds__(32 * combine_warps)
     if (nonfinite) *out.redo.at({0, sequence, i / tile_rows, 0}, call.heads, head) = 1;
 }
 
+bool is_wide(const AttentionCall& call) {
+    return std::max(call.channels, call.value_channels) > most_tile_channels;
+}
+
 }  // namespace
 
 bool takes_decode(const AttentionCall& call, bool packed) {
     constexpr Index most_queries = 16, most_rows = 128, longest = Index(1) << 30;
     const DType type = call.q.dtype;
-    const bool few = call.queries <= most_queries && call.queries * call.group <= most_rows;
-    const bool wide = std::max(call.channels, call.value_channels) > most_tile_channels;
+    const Index rows = call.queries * call.group;
+    const bool few = call.queries <= most_queries && rows <= most_rows;
     return !packed && (type == DType::bf16 || type == DType::f16) && has_units(call.q, call.channels, type) &&
-           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) && (few || wide) &&
-           call.queries * call.group <= longest && call.channels <= most_forward_channels &&
+           has_units(call.k, call.channels, type) && has_units(call.v, call.value_channels, type) &&
+           (few || is_wide(call)) && rows <= longest && call.channels <= most_forward_channels &&
            call.value_channels <= most_forward_channels;
 }
 
@@ -326,7 +363,7 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
     // Few tiles of rows: one block for each place of a large card, which begins once. Many: so many blocks that those
     // of the last turn do not matter.
     constexpr Index one_turn = 256, some_turns = 1024, few_tiles = 32, fewest_keys = 256;
-    const Index tiles = (call.queries * call.group + block_rows - 1) / block_rows;
+    const Index tiles = (call.queries * call.group + least_rows - 1) / least_rows;
     const Index all = std::max<Index>(1, sequences * (call.heads / call.group) * tiles);
     DecodeParts p;
     const Index wanted = all <= few_tiles ? one_turn / all : blocks_of(some_turns, all);
@@ -346,22 +383,24 @@ DecodeParts take_decode_parts(const AttentionCall& call, Index sequences, Memory
 
 void launch_decode(const AttentionPass& pass, DecodeParts parts, const ForwardOutputs& out, cudaStream_t stream) {
     const auto& [call, sequences] = pass;
-    const auto with = [&]<class T, int columns, int value_columns>() {
-        const int tiles = (parts.queries * call.group + block_rows - 1) / block_rows;
+    const auto with = [&]<class T, int columns, int value_columns, bool many>() {
         const int slices = (call.value_channels + value_columns - 1) / value_columns;
-        const Blocks blocks(call.heads / call.group * tiles * slices, parts.splits, sequences.count);
-        with_room<Decode<T, columns, value_columns, false>::shared_bytes>([&]<bool small>() {
-            using D = Decode<T, columns, value_columns, small>;
+        with_room<Decode<T, columns, value_columns, false, many>::shared_bytes>([&]<bool small>() {
+            using D = Decode<T, columns, value_columns, small, many>;
+            const Blocks blocks(call.heads / call.group * D::tiles(call, parts) * slices, parts.splits,
+                                sequences.count);
             launch(decode_kernel<D>, {blocks, D::threads, D::shared_bytes}, stream, "attention of few queries", pass,
                    parts);
         });
     };
     const auto with_type = [&]<class T>(T) {
         const int channels = std::max(call.channels, call.value_channels);
-        if (channels <= 64) return with.template operator()<T, 64, 64>();
-        if (channels <= 128) return with.template operator()<T, 128, 128>();
-        if (call.channels <= 256) return with.template operator()<T, 256, 256>();
-        with.template operator()<T, 576, 256>();
+        constexpr Index few_rows = 64;
+        if (is_wide(call) && call.queries * call.group > few_rows) return with.template operator()<T, 576, 256, true>();
+        if (channels <= 64) return with.template operator()<T, 64, 64, false>();
+        if (channels <= 128) return with.template operator()<T, 128, 128, false>();
+        if (call.channels <= 256) return with.template operator()<T, 256, 256, false>();
+        with.template operator()<T, 576, 256, false>();
     };
     const bool is_f16 = call.q.dtype == DType::f16;
     check(
