@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(S::threads, 2)
     const BackwardWalk<S> walk{my, grad.d_o, memory, false};
     typename S::State state;
     if constexpr (again) {
-        my.load_state(my.state_of(call.initial_state), state);
+        my.load_state(call.initial_state, state);
         walk.run_again(state);
     } else {
-        my.load_state(my.state_of(grad.dfinal_state), state);
+        my.load_state(grad.dfinal_state, state);
         walk.run_back(state);
         if (const View& v = grad.dinitial_state)
             my.store_state(v, my.state_offset(v), call.state_row, call.state_column, state);

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(S::threads, 2)
     const Walk<S> my = walk_of_block<S>(call, sequences, GradientMemory());
     const bool is_padding = my.sequence.state < 0;
     typename S::State state;
-    my.load_state(my.state_of(is_padding ? View() : call.initial_state), state);
+    my.load_state(is_padding ? View() : call.initial_state, state);
     ForwardWalk<S>{my, out, sequences.interval}.run(state);
     if (const View& v = out.final_state; v && !is_padding)
         my.store_state(v, my.state_offset(v), call.state_row, call.state_column, state);

@@ -77,10 +77,25 @@ class Walk {
     __device__ void load_state(const From& from, State& state) const {
         for_each(state, [&](double& x, int m, int j, bool inside) { x = inside ? from(m, j) : 0.0; });
     }
-    __device__ StateOfTensor state_of(const View& v) const {
-        return {v, state_offset(v), v.stride[call.state_row], v.stride[call.state_column]};
+    // Four numbers of a tensor at a time, where they lie so: all of them are on their way at once.
+    __device__ void load_state(const View& v, State& state) const {
+        const Index offset = state_offset(v), row_step = v.stride[call.state_row],
+                    column_step = v.stride[call.state_column];
+        if (!in_fours(v, offset, row_step, column_step))
+            return load_state(StateOfTensor{v, offset, row_step, column_step}, state);
+        float4 x[R];
+        unrolled<R>([&](int r) { x[r] = row(r) < call.key_size ? __ldcs(four_at(v, offset, row_step, r)) : float4{}; });
+        unrolled<R>(
+            [&](int r) { state[r][0] = x[r].x, state[r][1] = x[r].y, state[r][2] = x[r].z, state[r][3] = x[r].w; });
     }
     __device__ void store_state(const View& v, Index offset, int row_dim, int column_dim, State& state) const {
+        if (in_fours(v, offset, v.stride[row_dim], v.stride[column_dim]))
+            return unrolled<R>([&](int r) {
+                if (row(r) < call.key_size)
+                    __stcs(four_at(v, offset, v.stride[row_dim], r),
+                           float4{static_cast<float>(state[r][0]), static_cast<float>(state[r][1]),
+                                  static_cast<float>(state[r][2]), static_cast<float>(state[r][3])});
+            });
         for_each(state, [&](double x, int m, int j, bool inside) {
             if (inside) store(v, offset + m * v.stride[row_dim] + j * v.stride[column_dim], static_cast<float>(x));
         });
@@ -206,6 +221,14 @@ class Walk {
                before_decay = call.erase == core::Erase::from_previous_state;
 
   private:
+    __device__ float4* four_at(const View& v, Index offset, Index row_step, int r) const {
+        return reinterpret_cast<float4*>(static_cast<float*>(v.data) + offset + row(r) * row_step + column);
+    }
+    __device__ bool in_fours(const View& v, Index offset, Index row_step, Index column_step) const {
+        return v && v.dtype == DType::f32 && column_step == 1 && row_step % 4 == 0 && column + C <= call.value_size &&
+               reinterpret_cast<std::uintptr_t>(static_cast<float*>(v.data) + offset + column) % 16 == 0;
+    }
+
     // What the caller gave of a step's tokens. A warp has rows of one kind: q, k, p or the gate with β.
     struct Given {
         float x[S::rounds][S::parts];
