@@ -87,7 +87,7 @@ void measure_baseline(const io::Call& call, const BaselineRun& how, std::map<std
             const int chunk = chunk_of(how.kind);
             execution.rounding.shortcuts = how.kind != Baseline::plain && how.kind != Baseline::by_token;
             if (chunk > 0) execution.stages.chunk_size = chunk;
-            if (run == 1 && !forward && chunk == 0)
+            if (run == 1 && !forward && chunk == 0 && call.delta_options.steps == 1)
                 for (const auto& [name, tensor] : terms) execution.stages.wanted.push_back({name, tensor.view()});
             io::execute(call, map, execution);
         }

@@ -57,11 +57,6 @@ double most_of(const std::vector<double>& x) {
     return x.empty() ? 0 : *std::max_element(x.begin(), x.end());
 }
 
-double scale_of(const io::Call& call) {
-    const double scale = call.attention_options.scale;
-    return std::abs(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(call.attention.q.shape(3))) : scale);
-}
-
 // At most, of a sequence.
 int64_t keys_of(const io::Call& call) {
     const Tensor& table = call.attention.block_table;
@@ -70,9 +65,19 @@ int64_t keys_of(const io::Call& call) {
 
 }  // namespace
 
+double scale_of(const io::Call& call) {
+    const double scale = call.is_attention ? call.attention_options.scale : call.delta_options.scale;
+    const Tensor& q = call.is_attention ? call.attention.q : call.delta.q;
+    return std::abs(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(q.shape(3))) : scale);
+}
+
+double largest_norm(const Tensor& t) {
+    return most_of(largest_norms(t));
+}
+
 double largest_score(const io::Call& call) {
     const AttentionInputs& in = call.attention;
-    double score = scale_of(call) * most_of(largest_norms(in.q)) * most_of(largest_norms(in.k));
+    double score = scale_of(call) * largest_norm(in.q) * largest_norm(in.k);
     if (call.attention_options.softcap > 0) score = std::min(score, call.attention_options.softcap);
     const auto farthest = static_cast<double>(in.q.shape(1) + keys_of(call));
     const double bias = in.bias_slopes ? largest(in.bias_slopes) * largest(in.bias) : largest(in.bias);
@@ -127,7 +132,7 @@ RowBounds::RowBounds(const io::Call& call) {
     dq_.assign(heads, 0.0);
     if (!call.d_o) return;
     const std::vector<double> k = largest_norms(in.k), v = largest_norms(in.v);
-    const double d_o = most_of(largest_norms(call.d_o)), dlse = largest(call.dlse);
+    const double d_o = largest_norm(call.d_o), dlse = largest(call.dlse);
     for (std::size_t h = 0; h < heads; ++h) dq_[h] = scale_of(call) * (2 * d_o * v[h] + dlse) * k[h];
 }
 

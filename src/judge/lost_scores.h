@@ -24,6 +24,10 @@ struct LostScores {
 // No score is larger.
 double largest_score(const io::Call& call);
 
+double scale_of(const io::Call& call);
+// Of the rows of [B, T, H, W].
+double largest_norm(const Tensor& t);
+
 LostScores find_lost_scores(const io::Call& call, int threads);
 
 // What holds for such rows however scores were rounded: o lies between the values, dq within a bound.

@@ -271,10 +271,9 @@ class Judgement {
                  " beyond the limit without these shortcuts, and within that of kernels that take them");
         } else if (whole_ == Outcome::cancelled || blocks_.cancelled > 0) {
             finding.verdict = Verdict::digits_lost;
-            note(
-                print("digits lost to cancellation: the error, %.2g, is f32 rounding of the terms that dg is a "
-                      "difference of, %.2g",
-                      exact_.error, floor_->terms));
+            note(print(
+                "digits lost to cancellation: the error, %.2g, is rounding of the terms that it is a sum of, %.2g",
+                exact_.error, floor_->terms > 0 ? floor_->terms : exact_.truth));
         }
     }
 

@@ -109,6 +109,7 @@ std::vector<Evidence> examine(const io::Call& call, const std::map<std::string, 
     if (lost.any()) compute_truths(call, cases, true, options.threads, progress);
     BaselineRun run{Baseline::plain, options.threads, [&](const char* step) { progress.step(step); }};
     measure_baseline(call, run, terms, cases);
+    if (backward && terms.empty()) terms = terms_of_truths(call, cases);
     const auto judge_all = [&] {
         progress.step("verdict");
         std::vector<Evidence> evidence;

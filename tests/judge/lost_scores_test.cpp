@@ -4,9 +4,11 @@
 
 #include <functional>
 #include <limits>
+#include <tuple>
 
 #include "io/call/make_case.h"
 #include "judge/small_attention.h"
+#include "judge/small_delta.h"
 #include "judge/verdicts.h"
 
 namespace softdelta::test {
@@ -104,6 +106,50 @@ TEST(LostScores, WhatTheExactScoresGiveIsRightToo) {
 TEST(LostScores, BeyondEveryBound) {
     const auto findings = judge_changed(padded(-1e8), "o", [](const Floats& o) { o[2] = 40; });
     EXPECT_TRUE(is_wrong(findings, "o")) << Table{findings};
+}
+
+// p is 1 and ds the difference of two equal sums: a right kernel may return what rounding leaves of them.
+TEST(Limits, RowsThatSeeOneKeyHaveTheirTermsRounding) {
+    io::MakeOptions packed = padded(0);
+    packed.batch = 1, packed.bias = "none", packed.lengths = {40, 3}, packed.key_lengths = {50, 1};
+    const auto judged = [&](const char* name, float error, Index row) {
+        return judge_changed(packed, name, [=](const Floats& x) { x.rows(0, row, 1, 1).array() += error; });
+    };
+    for (const auto& [name, row] : {std::pair<const char*, Index>{"dq", 42}, {"dk", 50}}) {
+        EXPECT_TRUE(all_right(judged(name, 1e-6f, row))) << name << "\n" << Table{judged(name, 1e-6f, row)};
+        EXPECT_TRUE(is_wrong(judged(name, 1e-3f, row), name));
+    }
+}
+
+// Without a state o = scale·(q·k) v: where q·k is small by chance, it has the rounding of its terms, and so has all of
+// o. The gate of that token changes nothing: dg is a difference of equal sums.
+TEST(Limits, AFirstTokenHangsOnOneProduct) {
+    for (const auto& [op, name, wrong] : {std::tuple<const char*, const char*, float>{"simple_gla", "o", 1e-4f},
+                                          {"gated_delta_product", "dg", 1e-2f}}) {
+        io::MakeOptions options;
+        options.op = op, options.dtype = DType::f32, options.lengths = {1, 70};
+        options.heads = options.value_heads = 1, options.key_size = options.value_size = 16;
+        options.initial_state = options.l2norm = false;
+        options.steps = name == std::string("dg") ? 2 : 1;
+        const io::CaseFile file = io::make_case(options);
+        auto* q = static_cast<float*>(file.tensors.at("q").data());
+        const auto* k = static_cast<const float*>(file.tensors.at("k").data());
+        if (options.steps == 1) {
+            Eigen::Map<Eigen::VectorXf> row(q, 16);
+            const Eigen::Map<const Eigen::VectorXf> key(k, 16);
+            row -= row.dot(key) / key.squaredNorm() * key;
+        }
+        const io::Call call = io::call_of(file);
+        const auto judged = [&, result = name](float error) {
+            Results results = run_small_delta(call);
+            const Floats changed(results.at(result).view());
+            changed.rows(0, 0, 1, 0).array() += error;
+            results.at(result) = changed.stored(io::output_dtype(call, result));
+            return judge_results(call, results);
+        };
+        EXPECT_TRUE(all_right(judged(2e-8f))) << op << "\n" << Table{judged(2e-8f)};
+        EXPECT_TRUE(is_wrong(judged(wrong), name)) << op;
+    }
 }
 
 TEST(Limits, AboveHalfJudgeNothing) {

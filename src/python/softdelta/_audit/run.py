@@ -1,7 +1,6 @@
 """An audit from its first call to its report."""
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import shlex
@@ -140,26 +139,12 @@ def judge_reply(call, dtype, reply, require) -> Row:
                 row.faults.append(f"{name} is {NAMES.get(x.dtype, x.dtype)}, expected {NAMES[call.dtype_of(name)]}")
             judged[name] = x if x.dtype in NAMES else x.float()
     if judged:
-        row.findings = {f.name: of_rounding(call, f) for f in judge_results(call, judged)}
+        row.findings = {f.name: f for f in judge_results(call, judged)}
     for name, f in row.findings.items():
         if NARROW < f.ratio < 1 and (dtype == "f32" or name == "final_state") and name in judged and \
                 (narrow := hidden_type(judged[name])):
             row.faults.append(f"{name} is f32 and holds only numbers of {narrow}")
     return row
-
-
-def of_rounding(call, f):
-    """The same finding. Where the truth is 0 throughout, as dq of a row that sees one key, f32 makes an error of the terms
-    whose difference it is (docs/math.md, "Limits of error": 4·2⁻²³ of them). That error is lost digits."""
-    if call.op != "attention" or f.name not in ("dq", "dk") or f.verdict != "wrong" or f.ratio != math.inf or \
-            "NaN" in f.note:
-        return f
-    t = {n: x.double() for n, x in call.tensors.items() if n in ("q", "k", "v", "do")}
-    scale = call.options.get("scale", t["q"].shape[-1]**-0.5)
-    rows = 1 if f.name == "dq" else t["q"].shape[1] * t["q"].shape[2] // t["k"].shape[2]
-    terms = abs(scale) * rows * t["do"].norm(dim=-1).max() * t["v"].norm(dim=-1).max()
-    terms *= t["k" if f.name == "dq" else "q"].abs().max()
-    return replace(f, verdict="digits_lost") if f.largest_error <= 4 * 2**-23 * terms else f
 
 
 def audit_call(runner, call, dtype, require) -> Row:
