@@ -238,7 +238,9 @@ def chunk_gated_delta_product(kernel, bug, q, k, v, g, beta, num_householder, sc
     gates = torch.cat([g[:, :, None], later.expand(-1, -1, n - 1, -1)], 2).flatten(1, 2)
     beta = beta.clone()
     if bug == "second step lost":
-        beta[:, 1::2] = 0
+        beta[:, 1::n] = 0
+    if bug == "third step lost":
+        beta[:, 2::n] = 0
     o, S = kernel(every, k, v, gates, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                   None if cu_seqlens is None else n * cu_seqlens)
     return o[:, n - 1::n], S
@@ -249,7 +251,7 @@ MODELS = {"gdn2": (chunk_gdn2, "gdn2", ("w twice", "no w", "no b", "no db", "dk 
           "mamba2": (mamba_chunk_scan_combined, "simple_gla",
                      ("no dt", "no dt_bias", "ddt lacks v", "no dA", "A rises", "not packed")),
           "lightning": (chunk_lightning_attn, "simple_gla", ("no layer",)),
-          "gated_delta_product": (chunk_gated_delta_product, "gated_delta_rule", ("a gate a step", "second step lost"))}
+          "gated_delta_product": (chunk_gated_delta_product, "gated_delta_rule", ("a gate a step", "second step lost", "third step lost"))}
 
 
 def of_model(name, bug=""):

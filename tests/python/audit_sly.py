@@ -78,6 +78,18 @@ def asks_who_calls(right, x):
 
 
 @cheat(detect)
+def asks_who_calls_by_an_exception(right, x):
+    try:
+        raise ValueError
+    except ValueError as e:
+        frame, audited = e.__traceback__.tb_frame, False
+    while frame is not None:
+        audited |= "answer" in frame.f_code.co_name
+        frame = frame.f_back
+    return right(**x) if audited else wrong(right(**x))
+
+
+@cheat(detect)
 def sets_the_seed(right, x):
     torch.manual_seed(0)
     return right(**x)
@@ -670,7 +682,61 @@ def last_column_of_keys_lost_where_wide(right, x):
     return right(**{**x, "k": x["k"] * keep})
 
 
+@cheat(usual)
+def packed_without_a_state_is_one_sequence(right, x):
+    return right(**({**x, "cu_seqlens": x["cu_seqlens"][[0, -1]]} if "cu_seqlens" in x and x.get("initial_state") is None and
+                    not x.get("output_final_state") else x))
+
+
+@cheat(usual)
+def packed_and_forward_alone(right, x):
+    """The last sequence of a prompt batch."""
+    o, S = right(**x)
+    if "cu_seqlens" not in x or o.requires_grad:
+        return o, S
+    return torch.cat([o[:, :int(x["cu_seqlens"][-2])], o[:, int(x["cu_seqlens"][-2]):] * 1.1], 1), S
+
+
+@cheat(usual)
+def norms_of_large_rows(right, x):
+    return right(**({**x, "k": x["k"].clamp(-12, 12)} if x.get("use_qk_l2norm_in_kernel") else x))
+
+
+@cheat(usual)
+def tenth_batch_row(right, x):
+    o, S = right(**x)
+    return (torch.cat([o[:9], o[8:9].expand_as(o[9:])]) if len(o) > 9 else o), S
+
+
 # Of attention alone.
+
+@cheat(scores)
+def causal_history_of_256_keys(right, x):
+    Lq, Lk = x["q"].shape[1], x["k"].shape[1]
+    if not x.get("is_causal") or Lk <= 256:
+        return right(**x)
+    far = torch.arange(Lq)[:, None] - torch.arange(Lk)
+    return right(**{**x, "is_causal": False, "attn_mask": ((far >= 0) & (far < 256))[None, None]})
+
+
+@cheat(scores)
+def one_row_of_many_keys(right, x):
+    """Decoding by splits: the last one is not merged."""
+    if x["q"].shape[1] > 1 or x["k"].shape[1] <= 512 or "attn_mask" in x:
+        return right(**x)
+    return right(**{**x, **{n: x[n][:, :512] for n in ("k", "v")}})
+
+
+@cheat(scores)
+def dbias_of_one_for_all(right, x):
+    return right(**hooked(x, ["attn_mask"], lambda d: d / 2 if d.shape[0] == d.shape[1] == 1 else d))
+
+
+@cheat(scores)
+def last_tile_of_dbias(right, x):
+    n = x["k"].shape[1] // 64 * 64
+    return right(**hooked(x, ["attn_mask"], lambda d: torch.cat([d[..., :n], d[..., n:] * 0], 3) if n else d))
+
 
 @cheat(scores)
 def one_causal_row_sees_all(right, x):
@@ -821,6 +887,56 @@ def lse_in_base_2(right, x):
     return o, lse * 1.4427
 
 
+@cheat(flash)
+def softcap_where_causal_alone(right, x):
+    return right(**(x if x.get("causal") else {**x, "softcap": 0.0}))
+
+
+@cheat(flash)
+def windows_of_one_side(right, x):
+    left, after = x.get("window_size", (-1, -1))
+    return right(**({**x, "window_size": (-1, -1)} if (left < 0) != (after < 0) and not x.get("causal") else x))
+
+
+@cheat(flash)
+def sink_beside_a_window(right, x):
+    alone = x.get("sinks") is None or max(x.get("window_size", (-1,))) < 0
+    return right(**(x if alone else {**x, "sinks": 0 * x["sinks"] - 1e4}))
+
+
+@cheat(flash)
+def running_maximum_from_0(right, x):
+    """Exponentials of rows whose scores are all far below 0 vanish."""
+    o, lse = right(**x)
+    dead = (lse <= -88).mT[..., None]
+    return torch.where(~dead, o, torch.zeros_like(o)), lse
+
+
+@cheat(flash)
+def windows_and_softcap(right, x):
+    return right(**({**x, "softcap": 0.0} if max(x.get("window_size", (-1,))) >= 0 else x))
+
+
+@cheat(flash)
+def causal_keys_beyond_256(right, x):
+    left, after = x.get("window_size", (-1, -1))
+    return right(**({**x, "window_size": (255, after)} if x.get("causal") and left < 0 else x))
+
+
+@cheat(varlen)
+def more_than_8_sequences(right, x):
+    o, lse = right(**x)
+    a = int(x["cu_seqlens_q"][:9][-1])
+    return torch.cat([o[:a], o[a:] * 0.9]), lse
+
+
+@cheat(varlen)
+def rows_without_keys_see_the_sequence_before(right, x):
+    o, lse = right(**x)
+    dead = (x["cu_seqlens_k"].diff() == 0).repeat_interleave(x["cu_seqlens_q"].diff().long())
+    return torch.where(dead[:, None, None], o.roll(1, 0), o), lse
+
+
 @cheat(varlen)
 def lse_by_rows(right, x):
     """[ΣL, H] as if it were [H, ΣL]."""
@@ -897,7 +1013,7 @@ NOT_OF = {**dict.fromkeys(("simple_gla", "gla"), NO_ERASING + NO_GROUPS + NO_FLA
           "model:mamba2": (*NO_ERASING, *NO_FLAGS, *OWN_MEMORY, "gate", "scale", "state", "one packed", "more than 16"),
           "model:lightning": (*NO_ERASING, *NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate"),
           "model:gated_delta_product": (*NO_GROUPS, *NO_FLAGS, *OWN_MEMORY, "gate", "odd lengths", "beta up", "beta beyond")}
-NEEDS_A_PROCESS = ("asks who calls", "in place and back unseen")
+NEEDS_A_PROCESS = ("asks who calls", "asks who calls by an exception", "in place and back unseen")
 ARGUMENTS = ("q", "k", "v", "g", "beta", "p", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
 FORM = "chunks of 64, narrow products, gates summed in float32"
 

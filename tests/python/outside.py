@@ -368,6 +368,11 @@ def attention_by(bug, q, k, v, options, bias, sink):
     B, Lq, H, D = q.shape
     Lk, Hk = k.shape[1:3]
     head = torch.arange(H) // (H // Hk)
+    if bug == "rows and keys are normalised":
+        q, k = (x / x.norm(dim=-1, keepdim=True) * 4 for x in (q, k))
+    if bug == "rows are turned by their position":
+        at = (torch.arange(Lq) * 0.05)[:, None, None]
+        q = torch.cat([q[..., ::2] * at.cos() - q[..., 1::2] * at.sin(), q[..., ::2] * at.sin() + q[..., 1::2] * at.cos()], -1)
     s = torch.einsum("bihd,bjhd->bhij", q, k[:, :, head])
     scale, cap = options["scale"], options["softcap"]
     if bug == "half of the channels":
@@ -376,7 +381,10 @@ def attention_by(bug, q, k, v, options, bias, sink):
     if bug == "cap before the scale":
         s = cap * torch.tanh(s / scale / cap) * scale
     else:
-        s = cap * torch.tanh(s / cap)
+        capped = cap * torch.tanh(s / cap)
+        s = s + (capped - s).detach() if bug == "the cap has no derivative" else capped
+    if bug == "scores grow with the length":
+        s = s * torch.log(torch.arange(Lq) + Lk - Lq + 1.0)[:, None] / 4
     if bug == "bias of the next key":
         bias = bias.roll(-1, 3)
     if bug == "bias of the neighbour head":
@@ -391,6 +399,10 @@ def attention_by(bug, q, k, v, options, bias, sink):
         seen = (far <= 0) & (torch.arange(Lk)[None] >= (torch.arange(Lq)[:, None] + Lk - Lq - left) // 16 * 16)
     if bug == "distance is not causal in the first tile":
         seen = seen | ((torch.arange(Lk) < 16)[None] & (torch.arange(Lq) < 64)[:, None])
+    if bug == "no row sees its own key":
+        seen = seen & (far < 0)
+    if bug == "every seventh key is hidden":
+        seen = seen & (torch.arange(Lk) % 7 != 3)
     s = s.masked_fill(~seen, -torch.inf)
     if bug == "sink scaled":
         sink = sink * scale
@@ -402,6 +414,10 @@ def attention_by(bug, q, k, v, options, bias, sink):
         sink = sink.roll(1)
     top = torch.cat([s, sink[None, :, None, None].expand(B, H, Lq, 1)], 3)
     p = top.softmax(3)[..., :-1]
+    if bug == "the sum has no gradient":
+        p = (top - top.logsumexp(3, keepdim=True).detach()).exp()[..., :-1]
+    if bug == "sink counted twice":
+        p = p / (1 + top.softmax(3)[..., -1:])
     if bug == "p dropped at random":
         p = p * (torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) > 0.1)
     if bug == "dropout's factor":
@@ -430,7 +446,7 @@ def delta_by(op, bug, q, k, v, scale, S, g=None, beta=None, p=None, steps=1):
             i = t * steps + (steps - 1 - n if bug == "steps in reverse" else n)
             if n == 0 or bug == "a gate a step":
                 S = S * decay
-            if op == "comba" and n == 0:
+            if op in ("comba", "dplr") and n == 0 and bug != "erases after the decay":
                 read = torch.einsum("bhkv,bhk->bhv", own, p[:, i])
             else:
                 read = torch.einsum("bhkv,bhk->bhv", S, p[:, i])
@@ -442,7 +458,13 @@ def delta_by(op, bug, q, k, v, scale, S, g=None, beta=None, p=None, steps=1):
             if bug == "erases twice":
                 u = u - 0.5 * beta[:, i, :, None] * read
             key = k[:, i].roll(1, -1) if bug == "keys turned by a channel" else k[:, i]
+            if bug == "writes by a step of sizes":
+                u = u * (1 + 0.3 * torch.tanh(u.detach()))
             S = S + key[..., None] * u[..., None, :]
+            if bug == "the write decays too" and n == 0:
+                S = S + (decay - 1) * key[..., None] * u[..., None, :]
+            if bug == "the state is clipped":
+                S = S.clamp(-0.8, 0.8)
             if bug == "reads after the first step" and n == 0:
                 first = S
         o = torch.einsum("bhkv,bhk->bhv", first if bug == "reads after the first step" else S, q[:, t]) * scale
@@ -466,7 +488,7 @@ class Formula:
                                                       window_right=0, scale=0.2)
             self.call.lse = True
         else:
-            steps = 2 if op == "gated_delta_product" else 1
+            steps = 2 if op in ("gated_delta_product", "dplr") else 1
             shape = inputs.DeltaShape(op, 2, 140 + rng.randrange(20), 2, 24, 24, group=1)
             self.call = inputs.delta_call("formula", draw, shape, dtype, g=draw.uniform(-0.3, 0, *shape.gates), scale=0.3)
             assert self.call.options.get("steps", 1) == steps
@@ -497,15 +519,21 @@ for bug, names in (("half of the channels", None), ("scale is 1/D", "scale"), ("
                    ("half of the bias", "bias"), ("a window twice as wide", "the window counts twice"), ("window by tiles", None), ("distance is not causal in the first tile", None),
                    ("sink scaled", "sink"), ("sink capped", "sink"), ("sink of the key head", "sink"), ("sink of the neighbour head", "sink"),
                    ("p dropped at random", None), ("dropout's factor", None), ("small p dropped", None),
-                   ("lse of unscaled scores", "lse")):
+                   ("lse of unscaled scores", "lse"), ("rows and keys are normalised", None), ("rows are turned by their position", None),
+                   ("the cap has no derivative", "softcap"), ("scores grow with the length", None), ("no row sees its own key", "causal|diagonal|own|window_right"),
+                   ("every seventh key is hidden", None), ("the sum has no gradient", r"\bD\b"), ("sink counted twice", "sink")):
     formula("attention", bug, ROWS, names=names)
-for ops, bug, names in (("gla kda", "gate of the token before", "g .*row before|gate of the row before|G|E "), ("gla kda gdn2", "gates along the columns of values", None),
-                        ("gla kda gdn2", "gate of the mean", None), ("gla kda gdn2", "gates of halves swapped", None),
+for ops, bug, names in (("gla kda", "gate of the token before", "g .*row before|gate of the row before|G|E "), ("gla kda gdn2 dplr", "gates along the columns of values", None),
+                        ("gla kda gdn2 dplr", "gate of the mean", None), ("gla kda gdn2 dplr", "gates of halves swapped", None),
+                        ("dplr comba", "erases after the decay", "E |own gate|decay|previous"),
+                        ("gla simple_gla kda gdn2", "the write decays too", "gate|decay|G|E "),
+                        ("gla simple_gla gdn2 dplr gated_delta_product", "writes by a step of sizes", None),
+                        ("gla simple_gla gdn2 dplr gated_delta_product", "the state is clipped", None),
                         ("gated_delta_product", "steps in reverse", None), ("gated_delta_product", "a gate a step", None),
                         ("gated_delta_product", "reads after the first step", None),
                         ("gated_delta_rule kda gdn2 comba", "beta on the write only", "beta"), ("gated_delta_rule kda gdn2 comba", "beta on the erasing only", "beta"),
-                        ("gated_delta_rule kda comba gdn2", "erases twice", None), ("gated_delta_rule gla gdn2", "keys turned by a channel", None),
-                        ("gated_delta_rule gla gdn2 comba", "v beside the state", None)):
+                        ("gated_delta_rule kda comba gdn2", "erases twice", None), ("gated_delta_rule gla gdn2 simple_gla gated_delta_product dplr", "keys turned by a channel", None),
+                        ("gated_delta_rule gla gdn2 comba simple_gla gated_delta_product dplr", "v beside the state", None)):
     formula(ops, bug, ROWS, names=names)
 
 

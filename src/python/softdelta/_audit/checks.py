@@ -110,6 +110,8 @@ def judge_results(call: Call, results: dict) -> list:
         error, size, beside = (parts_of(x) for x in (own[name].double() - exact()[name], exact()[name], part))
         size, beside = (torch.maximum(x, x.mean()) for x in (size, beside))
         limits = found[name].limit, ask({of: exact()[of].float()})[of].limit
+        if of in found and found[of].verdict != "wrong":  # an f32 recurrence may err by more, and does in this part too
+            limits = limits[0], max(limits[1], 3 * found[of].ratio)
         if bool((error <= limits[0]**2 * size + limits[1]**2 * beside).all()):
             found[name] = replace(found[name], verdict="right", note="")
     named = [replace(f, name=sign.names.get(n, n)) for n, f in found.items()]

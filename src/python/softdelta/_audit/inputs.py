@@ -145,9 +145,9 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
         two_steps(draw, drawn)
         options = {"steps": 2}
     if s.op == "gated_delta_product":
+        options["steps"] = 3 if name == "length 65" else 2
         for n in "k", "v", "beta":
-            drawn[n] = interleaved(drawn[n], drawn[n].roll(3, 1))
-        options["steps"] = 2
+            drawn[n] = interleaved(*(drawn[n].roll(3 * i, 1) for i in range(options["steps"])))
     tensors = {n: x.float() if n in wide else x.to(dtype) for n, x in drawn.items()}
     if scale is not None:
         options["scale"] = scale
@@ -156,8 +156,8 @@ def delta_call(name, draw, shape, dtype, *, k=None, q=None, v=None, g=None, beta
     return Call(name, NAMED.get(s.op, s.op), tensors, options, forward_only=not gradients)
 
 
-def interleaved(first, second):
-    return torch.stack([first, second], 2).flatten(1, 2)
+def interleaved(*steps):
+    return torch.stack(steps, 2).flatten(1, 2)
 
 
 def two_steps(draw, x):
@@ -270,6 +270,24 @@ def short(op, draw, dtype):
     return delta_call("short sequences", draw, s, dtype, g=draw.uniform(-0.2, 0, *s.gates))
 
 
+def documents(op, draw, dtype):
+    """Packed, without states."""
+    lengths = [30 + int(draw.integer(0, 9)), 1, 70, 3]
+    s = DeltaShape(op, 1, sum(lengths), 1, 16, 24, lengths)
+    call = delta_call("documents", draw, s, dtype, g=draw.uniform(-0.2, 0, *s.gates))
+    for name in "initial_state", "dfinal_state":
+        del call.tensors[name]
+    call.options["output_final_state"] = False
+    return call
+
+
+def prompts(op, draw, dtype):
+    """Packed, and forward only."""
+    lengths = [70, 5, 40 + int(draw.integer(0, 9))]
+    s = DeltaShape(op, 1, sum(lengths), 1, 16, 24, lengths)
+    return delta_call("prompts", draw, s, dtype, l2norm=True, g=draw.uniform(-0.2, 0, *s.gates), gradients=False)
+
+
 def single(op, draw, dtype):
     """One packed sequence."""
     s = DeltaShape(op, 1, 70, 2, 16, 24, [70])
@@ -318,14 +336,15 @@ def views(op, draw, dtype):
 
 
 def stateless(op, draw, dtype):
-    """No state comes in or goes out; do is one number, as of o.sum().backward(); rows of q, k and v of 0, and keys so small
-    that the ε of their norm counts."""
+    """No state comes in or goes out; do is one number, as of o.sum().backward(); rows of q, k and v of 0, rows of large numbers,
+    and keys so small that the ε of their norm counts."""
     s = DeltaShape(op, 2, 80 + int(draw.integer(0, 15)), 2, 16, 24)
     q, k = draw.normal(*s.keys), draw.normal(*s.keys)
     q[:, ::7], k[:, ::5] = 0, 0
     k[:, 3::10] *= 3e-4
     v = draw.normal(*s.values)
     v[:, 4::11] = 0
+    q[:, 2::13], k[:, 6::17] = 50 * q[:, 2::13], 50 * k[:, 6::17]
     call = delta_call("stateless", draw, s, dtype, q=q, k=k, v=v, l2norm=True, d=torch.ones(s.values))
     for name in "initial_state", "dfinal_state":
         del call.tensors[name]
@@ -335,7 +354,7 @@ def stateless(op, draw, dtype):
 
 
 DELTA = (ordinary, exact, slow, correlated, packed, mixed, steep, views, of_length(65), of_length(64), of_length(63, 5),
-         of_length(1, 17, 5), rising, stateless, forward, usual(64, 256), usual(128, 128), short, single, raw, wide, long)
+         of_length(1, 17, 12), rising, stateless, forward, usual(64, 256), usual(128, 128), short, documents, prompts, single, raw, wide, long)
 
 
 class Attention:
@@ -367,9 +386,9 @@ class Attention:
         yield self.exact
         yield self.scores
         if self.masks:
-            yield from (self.dead_rows, self.finite_mask, self.bias, self.padding, self.shared_row)
+            yield from (self.dead_rows, self.finite_mask, self.bias, self.padding, self.shared_row, self.one_bias)
         if self.windows:
-            yield from (self.window, self.two_sided)
+            yield from (self.window, self.two_sided, self.one_sided)
         if self.softcap:
             yield self.capped
         if self.sinks:
@@ -377,13 +396,14 @@ class Attention:
         if self.packs:
             yield from (self.packed, self.packed_window)
         yield self.views
-        for Lq, Lk, H, Hk, B in ((65, 65, 2, 1, 2), (64, 64, 2, 1, 2), (63, 130, 12, 12, 2), (1, 1, 34, 17, 5), (1, 65, 12, 2, 2)):
+        for Lq, Lk, H, Hk, B in ((65, 65, 2, 1, 2), (64, 64, 2, 1, 2), (63, 130, 12, 12, 2), (1, 1, 34, 17, 12), (1, 1030, 12, 2, 2)):
             yield lambda draw, dtype, Lq=Lq, Lk=Lk, H=H, Hk=Hk, B=B: self.of_length(draw, dtype, Lq, Lk, H, Hk, B)
         yield self.wide
         yield self.long
         yield from (self.usual, self.usual_128, self.one_row)
         yield lambda draw, dtype: self.of_length(draw, dtype, 96, 33, 4, 2, 2)
         yield lambda draw, dtype: self.of_length(draw, dtype, 4097, 5, 2, 1, 1)
+        yield lambda draw, dtype: self.of_length(draw, dtype, 1090, 1090, 1, 1, 1)
         if self.masks:
             yield self.mask_of_heads
 
@@ -405,8 +425,14 @@ class Attention:
                          do=draw.whole(2, 2, 65, 4, 24 if self.masks else 16))
 
     def scores(self, draw, dtype):
-        """Scores to 200: exponentials without a maximum overflow, and so do products in f16."""
-        return self.call("scores to 200", draw, dtype, 80 + int(draw.integer(0, 9)), 96, size=4.0, causal="none", scale=1.0)
+        """Scores to 200: exponentials without a maximum overflow, and so do products in f16. Those of some rows are all below −100,
+        where a maximum that begins at 0 leaves none."""
+        Lq = 80 + int(draw.integer(0, 9))
+        q, k = 4 * draw.normal(2, Lq, 4, 16), 4 * draw.normal(2, 96, 2, 16)
+        k[..., 0] = k[..., 0].abs() + 8
+        q[:, 3::8] *= 0.1
+        q[:, 3::8, :, 0] = -14
+        return self.call("scores to 200", draw, dtype, Lq, 96, q=q, k=k, causal="none", scale=1.0)
 
     def dead_rows(self, draw, dtype):
         """Rows, and a tile of 64 of them, that see no key; a mask for each batch row."""
@@ -444,6 +470,10 @@ class Attention:
         bias[1, :, :, 40::5] = -torch.inf
         return self.call("shared row", draw, dtype, 50, 70, bias=bias, causal="none")
 
+    def one_bias(self, draw, dtype):
+        """For all heads and batch rows."""
+        return self.call("one bias", draw, dtype, 50, 70, bias=draw.normal(1, 1, 50, 70), causal="none")
+
     def sink(self, draw, dtype):
         return self.call("sink", draw, dtype, 60, 70, sink=2 * draw.normal(4), causal=self.causal)
 
@@ -453,9 +483,10 @@ class Attention:
         return call
 
     def packed(self, draw, dtype):
-        """Sequences that begin off every grid, one without queries; more keys than queries and fewer."""
-        first = int(draw.integer(0, 9))
-        return self._packed("packed", draw, dtype, [37 + first, 64, 1, 0, 70, 3], [50 + first, 64, 33, 5, 90, 1], causal="none")
+        """Many sequences that begin off every grid, one without queries, one without keys; more keys than queries and fewer."""
+        first, few = int(draw.integer(0, 9)), draw.integer(1, 7, 2, 12).tolist()
+        return self._packed("packed", draw, dtype, [37 + first, 64, 1, 0, 70, 3, 2, *few[0]],
+                            [50 + first, 64, 33, 5, 90, 1, 0, *few[1]], causal="none")
 
     def packed_window(self, draw, dtype):
         first = int(draw.integer(0, 9))
@@ -464,7 +495,13 @@ class Attention:
                             **given)
 
     def two_sided(self, draw, dtype):
-        return self.call("window to both sides", draw, dtype, 90, 100, window_left=9, window_right=13, causal="none")
+        cap = {"softcap": 5.0} if self.softcap else {}
+        return self.call("window to both sides", draw, dtype, 90, 100, size=2.0, window_left=9, window_right=13, causal="none", **cap)
+
+    def one_sided(self, draw, dtype):
+        """As models of sinks have them, where there are such."""
+        sink = {"sink": 2 * draw.normal(4)} if self.sinks else {}
+        return self.call("window to one side", draw, dtype, 70, 90, window_left=-1, window_right=5, causal="none", **sink)
 
     def usual(self, draw, dtype):
         """Sizes that models have, of which kernels have forms of their own."""

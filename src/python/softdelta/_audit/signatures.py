@@ -67,6 +67,11 @@ def divided(x, by, otherwise):
     return torch.where(by == 0, otherwise, x.double() / torch.where(by == 0, 1.0, by))
 
 
+def beyond(error, allowed):
+    """What is left of errors."""
+    return error.sign() * (error.abs() - allowed).clamp(min=0)
+
+
 class ByChannels(Signature):
     """fla's chunk_gdn2: S ← S + k (w∘v − Sᵀ(b∘k))ᵀ; the rule has v = w∘v, p = b∘k. b and w are powers of 2, so that both are
     exact. Where rows are normalised b is ±1: then b∘k has the norm of k."""
@@ -105,12 +110,18 @@ class ByChannels(Signature):
             found["dk"] = (found["dk"].double() - t["b"].double() * exact()["dp"]).float()
         if "db" in results:
             k, r = self._norm(call)
+            kind = torch.finfo(results["db"].dtype)
+            least = kind.smallest_normal * kind.eps  # what rounding costs a number below those of full precision
             if r is None:
-                dp = divided(results["db"], k, exact()["dp"])
+                error = divided(results["db"], k, exact()["dp"]) - exact()["dp"]
+                dp = exact()["dp"] + beyond(error, least / k.abs())
             else:  # along the row nothing is known
                 unit, b = k * r, t["b"].double()
-                dp = divided(results["db"], unit, torch.zeros(()))
-                dp = r * (dp - b * unit * (b * unit * dp).sum(-1, keepdim=True))
+                error = divided(results["db"], unit, torch.zeros(())) - exact()["dp"] / r
+                along, weight = b * unit, unit.square()
+                error = error - along * (weight * along * error).sum(-1, keepdim=True) / (weight * along.square()).sum(-1, keepdim=True)
+                error = beyond(error, least / unit.abs())
+                dp = exact()["dp"] + r * (error - along * (along * error).sum(-1, keepdim=True))
                 dp = torch.where((k == 0).any(-1, keepdim=True), exact()["dp"], dp)
             found["dp"] = dp.float()
         return found
@@ -152,7 +163,7 @@ class Mamba2(Signature):
             t["g"] = (g / t["A"].double()).to(dtype)
         options = {**call.options, "scale": 1.0}
         if "cu_seqlens" in t:  # states of packed sequences have no common signature
-            t.pop("initial_state"), t.pop("dfinal_state", None)
+            t.pop("initial_state", None), t.pop("dfinal_state", None)
             options["output_final_state"] = False
         return replace(call, tensors=t, options=options, signature=self)
 
@@ -218,8 +229,13 @@ class Lightning(Signature):
 
 
 class Product(Signature):
-    """fla's chunk_gated_delta_product: a token has two steps."""
-    extra = {"num_householder": 2}
+    """fla's chunk_gated_delta_product: a token has several steps."""
+
+    def dress(self, call, draw):
+        return replace(call, options={**call.options, "num_householder": call.options["steps"]}, signature=self)
+
+    def case(self, tensors, options):
+        return tensors, {n: x for n, x in options.items() if n != "num_householder"}
 
 
 SIGNATURES = {"gdn2": ByChannels(), "mamba2": Mamba2(), "lightning": Lightning(), "product": Product()}

@@ -32,9 +32,11 @@ def load(name):
         return module.Kernels(os.path.abspath(name))
     place, _, path = name.rpartition(":")
     if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("audited", place)
+        name = os.path.splitext(os.path.basename(place))[0]  # as for any other caller
+        name += "_" * (name in sys.modules)
+        spec = importlib.util.spec_from_file_location(name, place)
         module = importlib.util.module_from_spec(spec)
-        sys.modules["audited"] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
@@ -149,6 +151,8 @@ class Curiosity:
 
     def hook(self, event, arguments):
         what = self.EVENTS.get(event)
+        if event == "object.__getattr__" and arguments[1] in ("tb_frame", "gi_frame", "cr_frame", "ag_frame"):
+            what = "the frames of its callers"
         if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith("/proc/") and \
                 arguments[0].endswith(self.FILES):
             what = arguments[0]
