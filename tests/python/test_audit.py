@@ -209,6 +209,7 @@ def test_a_chunk_of_any_size_spreads_NaN_within_itself(chunk, dtype):
     ("gla", "one packed sequence", "one sequence"),
     ("gla", "packed without a state is one sequence", "documents"),
     ("kda", "packed and forward alone", "prompts"),
+    ("kda", "gate of 0 is padding", "exact"),
     ("gated_delta_rule", "norms of large rows", "stateless"),
     ("gla", "tenth batch row", "length 1"),
     ("attention", "causal history of 256 keys", "lengths 1090 1090"),

@@ -180,8 +180,10 @@ def exact(op, draw, dtype):
     s = DeltaShape(op, 2, 130 + int(draw.integer(0, 15)), 1, 16, 24)
     eye = torch.eye(s.K, dtype=torch.float64)
     few = eye[draw.integer(0, 4, *s.keys[:3])]
+    halves = draw.uniform(0, 1, *s.gates) < 0.2
+    halves[:, 4::9] = False  # in no channel
     return delta_call("exact", draw, s, dtype, k=few, q=few.flip(1) + eye[draw.integer(0, 4, *s.keys[:3])],
-                      v=draw.whole(2, *s.values), g=-math.log(2) * (draw.uniform(0, 1, *s.gates) < 0.2),
+                      v=draw.whole(2, *s.values), g=-math.log(2) * halves,
                       beta=torch.ones(s.scalars), state=draw.whole(2, *s.states), scale=0.5, d=draw.whole(2, *s.values),
                       dstate=draw.whole(2, *s.states))
 
