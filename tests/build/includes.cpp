@@ -62,8 +62,8 @@ const std::vector<Rule> rules = {
     // The GPU's families see its tiles and the device, never each other.
     {CUDA_DEVICE, {"std", "src/core", "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
     {CUDA_TILE, {"std", "src/core", CUDA_DEVICE, "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h"}},
-    {CUDA_ATTENTION, {"std", "src/core", CUDA_DEVICE, CUDA_TILE}},
-    {CUDA_DELTA_RULE, {"std", "src/core", CUDA_DEVICE, CUDA_TILE, "cuda_runtime_api.h"}},
+    {CUDA_ATTENTION, {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_TILE}},
+    {CUDA_DELTA_RULE, {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_TILE, "cuda_runtime_api.h"}},
     {CUDA_LAYER, {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_TILE}},
     {"src/engines/cuda",
      {"std", "src/core", "src/engines", CUDA_DEVICE, CUDA_ATTENTION, CUDA_DELTA_RULE, CUDA_LAYER,
