@@ -225,6 +225,7 @@ class Decode {
                     float2{e, next};
         });
     }
+
     // The warps' sums through shared memory, added in their order.
     __device__ void store_sums() {
         auto* const o = reinterpret_cast<float*>(shared_at(base_ + stages_at));  // [warps, 16, value_columns]

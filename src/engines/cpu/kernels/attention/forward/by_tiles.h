@@ -293,7 +293,7 @@ class ForwardByTiles : ForwardUnit<P> {
                                     true);
         };
         sum(values);
-        if (operands_.low_values != nullptr) sum(operands_.low_values + (values - operands_.values));
+        if (operands_.low_values != nullptr) sum(operands_.low_tile(values));
     }
 
     // Whether scores need not be finished before their exponentials: they are products, or biases or flags of a mask

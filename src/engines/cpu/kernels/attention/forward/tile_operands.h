@@ -33,9 +33,9 @@ struct TileOperands {
         m.chunks = chunks_of(head);
         m.columns = (head.value_size + tile_size - 1) / tile_size;
         m.keys = memory.take<std::uint32_t>(parts * part_tiles * m.chunks * tile_words);
-        for (std::uint32_t** x : {&m.values, &m.low_values})
-            if (x == &m.values || head.v.scale != nullptr)
-                *x = memory.take<std::uint32_t>(parts * part_steps * m.columns * tile_words);
+        const Index of_values = parts * part_steps * m.columns * tile_words;
+        m.values = memory.take<std::uint32_t>(of_values);
+        if (head.v.scale != nullptr) m.low_values = memory.take<std::uint32_t>(of_values);
         m.taken = memory.take<Taken>(parts * 2);
         m.norms = memory.take<float>(parts);
         return m;
@@ -51,6 +51,8 @@ struct TileOperands {
         const Index part = key / part_keys;
         return values + ((part * columns + column) * part_steps + key % part_keys / square) * tile_words;
     }
+    // Of the same place as these values.
+    std::uint32_t* low_tile(const std::uint32_t* of_values) const { return low_values + (of_values - values); }
 };
 
 template <class P>
@@ -81,7 +83,7 @@ class PackOperands {
             for (Index i = 0; i < min(square, last - j); ++i) {
                 if (is_finite(key_row(head_.v, j + i), head_.value_size)) continue;
                 clear(i, out_.value_tile(at));
-                if (out_.low_values != nullptr) clear(i, low_tile(out_.value_tile(at)));
+                if (out_.low_values != nullptr) clear(i, out_.low_tile(out_.value_tile(at)));
                 const Index bit = at % TileOperands::part_keys + i;
                 taken[bit / 64] |= TileOperands::Taken{1} << bit % 64;
             }
@@ -153,13 +155,11 @@ class PackOperands {
                 store(to, words);
                 if (out_.low_values == nullptr) continue;
                 const Index low = round_up(head_.value_size, square) + n * W;
-                store(low_tile(to), load_u16(a + low) | (load_u16(b + low) << 16));
+                store(out_.low_tile(to), load_u16(a + low) | (load_u16(b + low) << 16));
             }
         }
         return all((sum & U(0x80008000U)) == U(0));
     }
-
-    Word* low_tile(const Word* high) const { return out_.low_values + (high - out_.values); }
 
     void clear(Index key, Word* out) const {
         const Index at = sixteen_bits::place(key);
